@@ -33,7 +33,8 @@ class Op(Enum):
         return self in (Op.F, Op.B, Op.I, Op.W)
 
 
-_WRITTEN = re.compile(r"([A-Z])(\d+)@(\d+)")
+_WRITTEN = re.compile(r"([A-Z])(\d+)@(\d+)", re.ASCII)
+IDLE = "-"  # the line of a worker that does nothing
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -123,12 +124,15 @@ class Schedule:
     @property
     def ascending(self) -> bool:
         """Whether every stage's backwards come in ascending micro-batch order, so that gradients are summed as in a plain loop."""
-        last: dict[tuple[int, Op], int] = {}
+        last: dict[tuple[int, bool], int] = {}
         for order in self.orders:
             for a in order:
-                if a.op is not Op.F and last.get((a.stage, a.op), -1) > a.micro_batch:
+                if a.op is Op.F:
+                    continue
+                weights = a.op is not Op.I  # what B and W add to is the same
+                if last.get((a.stage, weights), -1) > a.micro_batch:
                     return False
-                last[a.stage, a.op] = a.micro_batch
+                last[a.stage, weights] = a.micro_batch
         return True
 
     def forwards(self) -> Schedule:
@@ -151,6 +155,10 @@ class Schedule:
         counts = Counter(action for order in self.orders for action in order)
         _refuse("may not stand in a schedule, which holds F, B, I and W only: remove", (a for a in counts if not a.op.scheduled))
         _refuse("is done more than once; each action stands once over all workers: remove", (a for a, n in counts.items() if n > 1))
+        _refuse(
+            "has a number below 0; micro-batches and stages are counted from 0: renumber",
+            (a for a in counts if a.micro_batch < 0 or a.stage < 0),
+        )
         homes: dict[int, set[int]] = defaultdict(set)
         for action, worker in self.home.items():
             homes[action.stage].add(worker)
@@ -169,7 +177,9 @@ class Schedule:
                 if Op.F not in here:
                     lost.append(Action(Op.F, m, s))
                 elif Op.B in here and here & {Op.I, Op.W}:
-                    raise ScheduleError(f"B{m}@{s} stands beside I or W of the same micro-batch and stage; a backward is whole or split: keep one form")
+                    raise ScheduleError(
+                        f"B{m}@{s} stands beside I or W of the same micro-batch and stage; a backward is whole or split: keep one form"
+                    )
                 elif trains and Op.B not in here:
                     split = here & {Op.I, Op.W}
                     lost += [Action(op, m, s) for op in ((Op.I, Op.W) if split else (Op.B,)) if op not in here]
@@ -196,17 +206,17 @@ class Schedule:
             raise ScheduleError(f"deadlock: {stuck}; an action stands after all that it needs: move the awaited actions forward")
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+        return "\n".join(" ".join(map(str, order)) or IDLE for order in self.orders)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads `str(schedule)` back: one line a worker; lines that start with # are notes.
+        """Reads `str(schedule)` back: one line a worker, `-` for one that does nothing; lines that start with # are notes.
 
         Raises:
             ScheduleError: a word is not an action.
         """
         lines = [line for line in text.strip().splitlines() if not line.lstrip().startswith("#")]
-        return cls(tuple(tuple(map(Action.parse, line.split())) for line in lines))
+        return cls(tuple(() if line.strip() == IDLE else tuple(map(Action.parse, line.split())) for line in lines))
 
 
 def _refuse(rule: str, culprits: Iterable[Action]) -> None:

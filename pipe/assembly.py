@@ -1,0 +1,252 @@
+"""Assembly: from a plan and a model to workers that hold its stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipe import session
+from pipe.blueprint import Blueprint, Build, Built, Seat
+from pipe.copying import copy_module, dump_module
+from pipe.crew import Crew, LocalCrew, RpcCrew
+from pipe.desk import Desk
+from pipe.errors import PlanError, StageError
+from pipe.loss import LossFn
+from pipe.memory import available
+from pipe.micro_batch import BatchDim, cut
+from pipe.model import Model
+from pipe.optimizer import Shell
+from pipe.options import Options
+from pipe.partition.balance import balance
+from pipe.partition.measure import measure
+from pipe.partition.sequence import Chain
+from pipe.plan import Plan
+from pipe.stage import Feed
+
+_engines = itertools.count()  # numbers the engines of this process, so that their messages do not meet
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class Assembly:
+    """The plan come to life: a desk, a crew, and who holds what."""
+
+    def __init__(self, model: Model, plan: Plan, options: Options, split: object, loss_fn: LossFn | None) -> None:
+        """Checks the split.
+
+        Raises:
+            PlanError: the split does not fit the model.
+        """
+        self.plan = plan
+        self.desk = Desk()
+        self.crew: Crew
+        self.built = False
+        self._model = model
+        self._options = options
+        self._loss_fn = loss_fn
+        self._to_measure = False
+        self._takes: dict[int, frozenset[str] | None] = {}
+        if model.layers is not None and plan.strategy not in ("single", "ddp"):
+            counts = model.cut(split, plan.stages)
+            self._to_measure = counts is None
+            self.plan = replace(plan, split=counts or self._by_bytes())
+        elif model.layers is not None:
+            self.plan = replace(plan, split=(len(model.layers),))
+        self._generator_state = torch.get_rng_state()
+
+    @property
+    def workers(self) -> frozenset[int]:
+        """The workers that the plan uses."""
+        return frozenset(range(self.plan.workers))
+
+    def loss_workers(self, pieces: int) -> set[int]:
+        """The workers that tell the losses: those of the last stage that have a micro-batch."""
+        return {r * self.plan.stages + self.plan.stages - 1 for r, count in enumerate(self.plan.counts(pieces)) if count}
+
+    def feeds(self, worker: int, feeds: Sequence[Feed], kind: str) -> dict[int, dict[int, Feed]]:
+        """By stage of this worker, what it gets of each of its replica's micro-batches: arguments on the first stage, the target on
+        the last, keyword arguments where forward names them."""
+        replica, s = divmod(worker, self.plan.stages)
+        counts = self.plan.counts(len(feeds))
+        first = sum(counts[:replica])
+        own = {m: self._feed(feeds[m], s, kind) for m in range(first, first + counts[replica])}
+        return {s: own}
+
+    def _feed(self, feed: Feed, s: int, kind: str) -> Feed:
+        last = s == self.plan.stages - 1
+        takes = self._takes.get(s)
+        kwargs = feed.kwargs if takes is None else {k: v for k, v in feed.kwargs.items() if k in takes}
+        return Feed(feed.args if s == 0 else (), kwargs, feed.target if last and kind != "predict" else None, feed.share)
+
+    def build(self, shell: Shell | None, example: Example | None, batch_dim: BatchDim) -> None:
+        """Cuts the model and makes the workers.
+
+        Raises:
+            PlanError: the model does not fit, a device is missing, or a module cannot be sent.
+            StageError: a worker failed to build its stages.
+        """
+        if self._to_measure:
+            self._measure(example, batch_dim)
+        if self.plan.strategy == "ddp":
+            self._check_fits(shell)
+        self._start_crew()
+        self.built = True
+        answers: dict[int, Built] = {}
+        state = self._generator_state
+        tickets = []
+        for s in range(self.plan.stages):
+            tickets.append(self._build_stage(s, state, shell))
+            if self._model.has_specs:  # one after the other, since each continues the generator of the one before
+                answers |= self._answers(tickets.pop())
+                state = answers[s].generator_state
+        for ticket in tickets:
+            answers |= self._answers(ticket)
+        self.plan = replace(self.plan, places=tuple(f"{answers[w].host} {answers[w].device}" for w in sorted(answers)))
+        ticket = self.desk.ticket(self.workers)
+        for w in self.workers:
+            self.crew.tell(w, ticket, "join", self.plan)
+        self._answers(ticket)
+
+    def _build_stage(self, s: int, state: torch.Tensor, shell: Shell | None) -> int:
+        """Tells the holders of a stage to build it; gives the ticket."""
+        blueprint = self._blueprint(s, state)
+        pickled: Blueprint | None = None
+        holders = frozenset(r * self.plan.stages + s for r in range(self.plan.replicas))
+        ticket = self.desk.ticket(holders)
+        for w in sorted(holders):
+            remote = w > 0 and self._options.world is not None
+            if remote and pickled is None:
+                pickled = blueprint.pickled()
+            last = s == self.plan.stages - 1
+            loss_fn = None if not last else dump_module(self._loss_fn) if remote else self._loss_fn
+            own = pickled if remote and pickled is not None else blueprint.copied()
+            self.crew.tell(w, ticket, "build", Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w)))
+        return ticket
+
+    def _answers(self, ticket: int) -> Mapping[int, Any]:
+        """What the workers answer.
+
+        Raises:
+            PlanError, StageError: one failed.
+        """
+        try:
+            return self.desk.done(ticket)
+        except StageError as error:
+            self.close()
+            if error.failure.kind.endswith(PlanError.__name__):
+                raise PlanError(f"{error.failure.message} (worker {error.worker} on {error.host})") from None
+            raise
+
+    def announcement(self) -> list[str]:
+        """The plan, and each stage's layers, parameters, worker and place."""
+        lines = [str(self.plan)]
+        if self.plan.workers == 1 and self.plan.strategy == "single":
+            return lines
+        for w, place in enumerate(self.plan.places):
+            replica, s = divmod(w, self.plan.stages)
+            where = f"worker {w} (rank {w}) on {place}" if self._options.world else f"worker {w}, a thread, on {place}"
+            who = f"replica {replica}" if self.plan.stages == 1 else f"stage {s}" + (f" of replica {replica}" if self.plan.replicas > 1 else "")
+            lines.append(f"{who}: {self._contents(s)}, {where}")
+        return lines
+
+    def plan_facts(self) -> dict[str, Any]:
+        """What a trace file says of the plan."""
+        facts: dict[str, Any] = json.loads(self.plan.to_json())
+        return facts
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self.built:
+            self.built = False
+            self.crew.close()
+
+    # --- cutting ---
+
+    def _by_bytes(self) -> tuple[int, ...]:
+        modules = [m for m in self._model.whole._modules.values() if m is not None]
+        sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in modules]
+        counts = balance([size + 1.0 for size in sizes], self.plan.stages)
+        return self._kept_together(counts)
+
+    def _measure(self, example: Example | None, batch_dim: BatchDim) -> None:
+        """Cuts by measured time; by bytes where there is nothing to measure with, or a layer raises, which the step will tell better."""
+        assert self._model.layers is not None
+        how = "cut by parameter bytes, since nothing was there to measure with"
+        counts = self.plan.split
+        if example is not None:
+            try:
+                pieces = self.plan.micro_batches * self.plan.replicas
+                piece = cut(*example, pieces=pieces, batch_dim=batch_dim, names=self._model.forward_names).pieces[0]
+                costs = measure(self._model.layers.layers, piece.args, piece.kwargs, names=self._model.layers.names, device=self._device_0(), copy=copy_module)
+                counts = balance([cost.total for cost in costs], self.plan.stages)
+                how = f"cut by measured time, dearest layer {max(cost.total for cost in costs) * 1e3:.3g} ms a micro-batch"
+            except PlanError as error:
+                how = f"cut by parameter bytes, since a layer could not be measured ({str(error).splitlines()[0][:200]})"
+        self._to_measure = False
+        self.plan = replace(self.plan, split=self._kept_together(counts), reason=f"{self.plan.reason}, {how}")
+
+    def _kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        self._model.check(counts)
+        return counts
+
+    def _device_0(self) -> str:
+        return self._seat(0).device()
+
+    def _check_fits(self, shell: Shell | None) -> None:
+        weights = sum(p.numel() * p.element_size() for _, p in self._model.parameters)
+        kept = 0 if shell is None else 2 if any("betas" in group for group in shell.groups) else int(any(group.get("momentum") for group in shell.groups))
+        need = weights * (2 + kept)
+        device = torch.device(self._device_0())
+        has = available(device, self.plan.replicas)
+        if has and need > has:
+            raise PlanError(
+                f"ddp puts the whole model on every worker: weights, gradients and optimizer state take {need / 2**30:.2f} GiB and {device} has "
+                f"{has / 2**30:.2f} GiB a worker; they fit or the model is cut: give it as nn.Sequential or a list of layers and use --strategy pipeline"
+            )
+
+    # --- workers ---
+
+    def _start_crew(self) -> None:
+        job = session.current()
+        if self._options.world is not None and job is not None:
+            self.crew = RpcCrew(f"engine {next(_engines)}", job, self.plan.workers, self.desk, self._options.timeout)
+        else:
+            self.crew = LocalCrew(self.plan.workers, self.desk, self._options.timeout)
+
+    def _seat(self, worker: int) -> Seat:
+        job = session.current()
+        if self._options.world is None or job is None:
+            return Seat(worker, self.plan.workers, self._options.device, self._options.share_gpus)
+        member = job.members[worker]
+        neighbours = sum(other.boot_id == member.boot_id and other.host == member.host for other in job.members)
+        return Seat(member.local_rank, neighbours, self._options.device, self._options.share_gpus)
+
+    def _blueprint(self, s: int, state: torch.Tensor) -> Blueprint:
+        if self._model.layers is None:
+            return Blueprint((self._model.whole,), (), True, state)
+        names, layers = self._model.stage(s, self.plan.split)
+        self._takes[s] = _takes_of(self._model, s, self.plan.split)
+        return Blueprint(layers, names, s == 0, state)
+
+    def _contents(self, s: int) -> str:
+        if self._model.layers is None:
+            return f"{type(self._model.whole).__name__}, {_parameters([self._model.whole]):,} parameters"
+        names, _ = self._model.stage(s, self.plan.split)
+        count = _parameters([m for m in (self._model.whole._modules[name] for name in names) if m is not None])
+        return (f"layers {names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else f"layer {names[0]}") + f", {count:,} parameters"
+
+
+def _takes_of(model: Model, s: int, split: Sequence[int]) -> frozenset[str] | None:
+    """Names of the keyword arguments that a stage takes; None for any."""
+    names, _ = model.stage(s, split)
+    modules = [m for m in (model.whole._modules[name] for name in names) if m is not None]
+    return Chain(modules, names, first=s == 0).keywords
+
+
+def _parameters(modules: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for p in nn.ModuleList(modules).parameters())

@@ -1,0 +1,51 @@
+"""The loss of a micro-batch: from a loss function, or from what the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.errors import PlanError
+
+LossFn = Callable[[Any, Any], Any]
+
+
+def loss_of(loss_fn: LossFn | None, output: Any, target: Any) -> Tensor:
+    """The 0-dim loss: `loss_fn(output, target)`, or, without one, the model's own.
+
+    A model's own loss is its 0-dim output, `.loss`, `["loss"]` or the first of a tuple.
+
+    Raises:
+        PlanError: it is not a 0-dim tensor.
+    """
+    loss = _own_loss(output) if loss_fn is None else loss_fn(output, target)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        source = "the model returned" if loss_fn is None else "loss_fn returned"
+        raise PlanError(f"{source} {found} as its loss; a loss is a 0-dim tensor: reduce it with .mean() or .sum(), or pass loss_fn=")
+    return loss
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(output, (tuple, list)) and output:
+        return output[0]
+    return output
+
+
+def on_device(loss_fn: LossFn | None, device: torch.device) -> LossFn | None:
+    """The loss function with its own tensors (class weights, say) on the last stage's device; a module is copied."""
+    if isinstance(loss_fn, torch.nn.Module):
+        from pipe.copying import copy_module
+
+        copied: LossFn = copy_module(loss_fn).to(device)
+        return copied
+    return loss_fn

@@ -1,0 +1,140 @@
+"""The user's model as the engine sees it: its layers, its names, and its weights before and after training."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pipe.errors import PlanError
+from pipe.partition.sequence import Chain, Keywords, crossing, keywords, layers_of, resolve, route, ties, why_whole
+from pipe.partition.spec import Layer, LayerSpec, skeleton
+
+
+class Model:
+    """A module, a list of modules, or a list of LayerSpecs; `whole` has the unsplit names (specs on the meta device)."""
+
+    def __init__(self, model: nn.Module | Sequence[Layer]) -> None:
+        """Takes the model as it is.
+
+        Raises:
+            PlanError: it is none of these, or has parameters without a shape yet.
+        """
+        if not isinstance(model, (nn.Module, list, tuple)):
+            raise PlanError(f"model is a {type(model).__name__}; it is an nn.Module, a list of modules, or a list of pipe.LayerSpec")
+        self.given = model
+        self.layers = layers_of(model)
+        self.why_uncut = "" if self.layers or not isinstance(model, nn.Module) else f"{type(model).__name__} {why_whole(model)}"
+        self.has_specs = self.layers is not None and any(isinstance(layer, LayerSpec) for layer in self.layers.layers)
+        self.whole = self._whole()
+        lazy = [name for name, p in self.whole.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise PlanError(f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first")
+        self.parameters = list(self.whole.named_parameters())
+        self.takes: Mapping[str, Keywords] = self._takes()
+        self._hooks: list[Any] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of all parameters, a tied one once, in the model's order."""
+        return tuple(name for name, _ in self.parameters)
+
+    @property
+    def forward_names(self) -> tuple[str, ...]:
+        """Names of the positional arguments of the model's forward, or of its first layer's."""
+        first = self.whole if self.layers is None else next(iter(self.whole._modules.values()))
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        try:
+            found = inspect.signature(first.forward).parameters.values() if first is not None else ()
+        except (TypeError, ValueError):
+            return ()
+        return tuple(p.name for p in found if p.kind in kinds)
+
+    def cut(self, split: object, stages: int) -> tuple[int, ...] | None:
+        """Layers per stage as asked for, or the only possibility; None where they are to be measured.
+
+        Raises:
+            PlanError: the split does not fit, or separates layers that share weights.
+        """
+        assert self.layers is not None
+        counts = resolve(split, self.layers.names, stages)
+        if counts is None and stages in (1, len(self.layers)):
+            counts = (len(self.layers),) if stages == 1 else (1,) * stages
+        if counts is not None:
+            self.check(counts)
+        return counts
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Refuses a cut between layers that share weights.
+
+        Raises:
+            PlanError: names them.
+        """
+        assert self.layers is not None
+        modules = [m for m in self.whole._modules.values() if m is not None]
+        apart = crossing(ties(modules, self.layers.names), self.layers.names, counts)
+        if apart:
+            raise PlanError(
+                f"split {list(counts)} separates {' and '.join(apart[0])}, which are one weight; this version keeps a shared weight on one stage: "
+                "put these layers into one stage with split=, or use fewer stages"
+            )
+
+    def lost_keywords(self, given: Mapping[str, Any]) -> str:
+        """What is wrong with keyword arguments that no layer takes; empty if nothing is."""
+        return route(self.takes, given) if self.layers is not None else ""
+
+    def stage(self, s: int, counts: Sequence[int]) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
+        """Names and layers of stage s."""
+        assert self.layers is not None
+        begin = sum(counts[:s])
+        cut = slice(begin, begin + counts[s])
+        return self.layers.names[cut], self.layers.layers[cut]
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes trained parameters and buffers back into the user's model, in place."""
+        with torch.no_grad():
+            own = dict(self.whole.named_parameters(remove_duplicate=False)) | dict(self.whole.named_buffers(remove_duplicate=False))
+            for name, tensor in own.items():
+                if name in tensors:
+                    tensor.copy_(tensors[name])
+
+    def warn_when_used(self, stale: Callable[[], bool]) -> None:
+        """Warns once when the user's model is used while its weights are older than those of the stages."""
+        warned = False
+
+        def look(*args: Any, **kwargs: Any) -> None:
+            nonlocal warned
+            if stale() and not warned:
+                warned = True
+                warnings.warn(
+                    "this model's weights are older than those of the engine's stages; for outputs use engine.predict(...), or call "
+                    "engine.sync_model() first",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+        modules = [self.given] if isinstance(self.given, nn.Module) else [m for m in self.given if isinstance(m, nn.Module)]
+        for module in modules:
+            self._hooks += [module.register_forward_pre_hook(look), module.register_state_dict_pre_hook(look)]
+
+    def release(self) -> None:
+        """Removes what `warn_when_used` put into the user's model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _whole(self) -> nn.Module:
+        if self.layers is None:
+            assert isinstance(self.given, nn.Module)
+            return self.given
+        return Chain(skeleton(self.layers.layers, self.layers.names), self.layers.names)
+
+    def _takes(self) -> Mapping[str, Keywords]:
+        if self.layers is None:
+            return {}
+        return keywords([m for m in self.whole._modules.values() if m is not None], self.layers.names)

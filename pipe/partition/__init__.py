@@ -1,0 +1,1 @@
+"""Which layers make which stage, and what crosses each boundary."""

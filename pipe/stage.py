@@ -1,0 +1,188 @@
+"""A stage: a module on a device, and what its forwards saved for their backwards.
+
+It knows nothing of neighbours, schedules or transports.
+
+    message --unpack--> Boundary [1] --> module --> output --pack--> message        (forward)
+    gradients <--inbox-- Boundary <----- module <-- roots <-------- gradients        (backward)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipe import rng, wire
+from pipe.ambient import Ambient
+from pipe.batch_norm import PooledStatistics
+from pipe.errors import PipeError
+from pipe.loss import LossFn, loss_of, on_device
+from pipe.boundary import Inbox, enter_boundary
+from pipe.wire import Message
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the controller gives a stage for one micro-batch. Tensors are (micro-batch, *features)."""
+
+    args: tuple[Any, ...] = ()  # of the first stage
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # those this stage's forward names
+    target: Any = None  # of the last stage
+    share: float = 1.0  # of this micro-batch's loss in the loss of the mini-batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over a mini-batch, as a stage sees it: what kind, its feeds, and what keys its random streams."""
+
+    kind: str  # "train", "eval" or "predict"
+    feeds: Mapping[int, Feed]  # by micro-batch
+    seed: int
+    call: int  # number of the forward_backward call; below 0 for an evaluation
+    ambient: Ambient = Ambient()
+
+    @property
+    def trains(self) -> bool:
+        """Whether backwards follow."""
+        return self.kind == "train"
+
+
+@dataclass
+class _Saved:
+    """What one forward keeps for its backward."""
+
+    inboxes: list[Inbox | None]
+    roots: list[Tensor]
+    streams: rng.Streams | None
+
+
+class Stage:
+    """Forward and backward of consecutive layers."""
+
+    def __init__(self, index: int, module: nn.Module, device: str, *, last: bool, loss_fn: LossFn | None = None) -> None:
+        self.index = index
+        self.device = torch.device(device)
+        self.module = module.to(self.device)
+        self.last = last
+        self.loss_fn = on_device(loss_fn, self.device) if last else None
+        self.on_losses: Callable[[dict[int, float]], None] = lambda losses: None
+        self.outputs: dict[int, Any] = {}
+        self._statistics = PooledStatistics(module)
+        self._draws = rng.draws(module) or (isinstance(self.loss_fn, nn.Module) and rng.draws(self.loss_fn))
+        if self._draws:
+            rng.watch(module)
+        self._run = Run("predict", {}, 0, 0)
+        self._saved: dict[int, _Saved] = {}
+        self._losses: dict[int, Tensor] = {}
+
+    @contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Surrounds one pass: evaluation mode for "eval" and "predict" (each module's own mode comes back), BatchNorm statistics
+        once a mini-batch, and nothing left over if it fails."""
+        self._run = run
+        modes = {} if run.trains else {module: module.training for module in self.module.modules()}
+        if not run.trains:
+            self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            self._saved.clear()
+            self._losses.clear()
+            self.outputs = {}
+            self._statistics.drop()
+
+    @property
+    def saved(self) -> int:
+        """How many micro-batches are held for their backward."""
+        return len(self._saved)
+
+    @property
+    def statistics(self) -> PooledStatistics:
+        """BatchNorm's sums of this pass."""
+        return self._statistics
+
+    def forward(self, micro_batch: int, arg: Message | None) -> Message | None:
+        """The output as a message, or None from the last stage, which keeps its loss or its output.
+
+        `arg` is the output of the stage before; None for the first stage, whose arguments are in its feed.
+        """
+        feed, saved = self._run.feeds.get(micro_batch, Feed()), _Saved([], [], self._streams(micro_batch))
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._run.trains))
+            stack.enter_context(self._run.ambient.forward(self.device.type))
+            if saved.streams is not None:
+                stack.enter_context(saved.streams)
+            args = _on(feed.args, self.device) if arg is None else (self._enter(arg, saved),)
+            output = self.module(*args, **_on(dict(feed.kwargs), self.device))
+            if self.last:
+                self._end(micro_batch, output, feed, saved)
+                return None
+        frame, tensors = wire.take_out(output)
+        if self._run.trains:
+            saved.roots = tensors
+            self._saved[micro_batch] = saved
+        return wire.pack_roots(frame, tensors)
+
+    def backward(self, micro_batch: int, arg: Message | None) -> Message | None:
+        """The gradients of this stage's input, in the order of the message that brought it; None from the first stage.
+
+        Weights' gradients are added to `.grad`. A tensor that got no gradient gives None, as in plain autograd. Frees what
+        `forward` saved for this micro-batch.
+
+        Raises:
+            PipeError: no forward of this micro-batch is saved.
+        """
+        saved = self._saved.pop(micro_batch, None)
+        if saved is None:
+            raise PipeError(
+                f"no forward of micro-batch {micro_batch} is saved on stage {self.index}; each backward follows its own forward, once"
+            )
+        gradients: list[Tensor | None] = [None] * len(saved.roots) if arg is None else wire.unpack_list(arg, self.device)
+        wanted = [(r, g) for r, g in zip(saved.roots, gradients) if r.requires_grad and (self.last or g is not None)]
+        if wanted:
+            with ExitStack() as stack:
+                if saved.streams is not None:
+                    stack.enter_context(saved.streams)
+                torch.autograd.backward([r for r, _ in wanted], [g for _, g in wanted])
+        if self.index == 0:
+            return None
+        return wire.pack_list([inbox.gradient if inbox is not None else None for inbox in saved.inboxes])
+
+    def _enter(self, message: Message, saved: _Saved) -> Any:
+        def enter(tensor: Tensor, needs_grad: bool) -> Tensor:
+            if not (needs_grad and self._run.trains):
+                saved.inboxes.append(None)
+                return tensor
+            inbox = Inbox()
+            saved.inboxes.append(inbox)
+            return enter_boundary(tensor, inbox)  # [1] no leaf, so in-place first operations work
+
+        return wire.unpack(message, self.device, enter)
+
+    def _end(self, micro_batch: int, output: Any, feed: Feed, saved: _Saved) -> None:
+        if self._run.kind == "predict":
+            self.outputs[micro_batch] = output
+            return
+        loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
+        if self._run.trains:
+            saved.roots = [loss]
+            self._saved[micro_batch] = saved
+        self._losses[micro_batch] = loss.detach()
+        if len(self._losses) == len(self._run.feeds):  # known now, while most of the backward is still to come
+            self.on_losses({m: float(value) for m, value in self._losses.items()})
+
+    def _streams(self, micro_batch: int) -> rng.Streams | None:
+        if not self._draws:
+            return None
+        return rng.Streams(self._run.seed, self._run.call, micro_batch)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,0 +1,1 @@
+"""What carries the result of an action from one worker to another."""

@@ -1,0 +1,188 @@
+"""What crosses between stages, as a message: any Python structure, its tensors beside it.
+
+    value --take_out--> frame (bytes), tensors --pack--> Message ~~transport~~> Message --unpack, enter--> value
+
+What keeps a tensor's strides on the way is in strides.py; how it enters a stage, in boundary.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from pipe.boundary import Boundary, Inbox, check_device_copy, enter_boundary
+from pipe.errors import PlanError
+from pipe.strides import Geometry, copy, is_sendable, nbytes, restore, ship
+
+__all__ = [
+    "Boundary",
+    "Inbox",
+    "Message",
+    "check_device_copy",
+    "enter_boundary",
+    "pack",
+    "pack_list",
+    "pack_roots",
+    "roots",
+    "take_out",
+    "unpack",
+    "unpack_list",
+]
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Plain data for a transport: `tensors` lie in host memory, all else can be pickled by any pickler.
+
+    `frame` is the structure with numbers in the tensors' places; None: one tensor alone, or a list of gradients.
+    A geometry of None: the tensor is as it should be, and starts at a multiple of 16 bytes.
+    """
+
+    frame: bytes | None
+    tensors: tuple[Tensor | None, ...]
+    needs_grad: tuple[bool, ...]
+    geometry: tuple[Geometry | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a transport moves for it, without its own overhead."""
+        return len(self.frame or b"") + sum(nbytes(t) for t in self.tensors if t is not None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Message:
+        """An independent message with the same values, strides and alignment."""
+        copies = tuple(None if t is None else copy(t) for t in self.tensors)
+        return Message(self.frame, copies, self.needs_grad, self.geometry)
+
+    def __reduce__(self) -> tuple[type[Message], tuple[Any, ...]]:
+        return Message, (self.frame, self.tensors, self.needs_grad, self.geometry)
+
+
+def pack(value: Any) -> Message:
+    """The value as a message. Its tensors are detached; a later write at the sender cannot reach it.
+
+    Raises:
+        PlanError: it holds what cannot be pickled, or a tensor of a kind that cannot be sent.
+    """
+    return pack_roots(*take_out(value))
+
+
+def roots(value: Any) -> list[Tensor]:
+    """The tensors of the value, live and in the order of `pack`: the gradients that come back belong to them."""
+    return take_out(value)[1]
+
+
+def unpack(message: Message, device: torch.device | str, enter: Callable[[Tensor, bool], Tensor]) -> Any:
+    """The value again, on `device`; each tensor is what `enter(tensor, needs_grad)` gives, called once a tensor, in order.
+
+    The message is used up: the value may share its memory.
+    """
+    device = torch.device(device)
+    entered = [
+        enter(restore(t, geometry, device), needs_grad)
+        for t, geometry, needs_grad in zip(message.tensors, message.geometry, message.needs_grad)
+        if t is not None
+    ]
+    return entered[0] if message.frame is None else _Unframe(message.frame, entered).load()
+
+
+def pack_list(tensors: Sequence[Tensor | None]) -> Message:
+    """Gradients as a message, in order; None stays None.
+
+    They are copied always: autograd may have put the same memory into the `.grad` of a weight, which the next micro-batch adds to.
+    """
+    sent = [(None, None) if t is None else ship(t.detach()) for t in tensors]
+    _wait_for_copies(tensors)
+    return Message(None, tuple(t for t, _ in sent), (False,) * len(sent), tuple(geometry for _, geometry in sent))
+
+
+def unpack_list(message: Message, device: torch.device | str) -> list[Tensor | None]:
+    """What `pack_list` was given, on `device`."""
+    device = torch.device(device)
+    return [None if t is None else restore(t, geometry, device) for t, geometry in zip(message.tensors, message.geometry)]
+
+
+def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
+    """The frame of the value and its tensors; one tensor that occurs twice is there once, so it is one again on arrival.
+
+    Raises:
+        PlanError: the value holds what cannot be pickled.
+    """
+    if type(value) in _PLAIN:
+        return None, [value]
+    file = io.BytesIO()
+    framer = _Frame(file)
+    try:
+        framer.dump(value)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"a {type(value).__name__} cannot cross to the next stage ({error}); what crosses must be picklable: "
+            f"return tensors and plain data, or keep that object inside one stage with split="
+        ) from error
+    return file.getvalue(), framer.tensors
+
+
+def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
+    """The message of what `take_out` gave; for a caller that wants the tensors, too, without a second walk."""
+    grad = torch.is_grad_enabled()
+    if frame is None and is_sendable(tensors[0]):  # the fast path
+        return Message(None, (tensors[0].detach(),), (grad,), (None,))
+    sent = [(t.detach(), None) if is_sendable(t) else ship(t.detach()) for t in tensors]
+    _wait_for_copies(tensors)
+    return Message(
+        frame, tuple(t for t, _ in sent), tuple(grad and t.requires_grad for t in tensors), tuple(geometry for _, geometry in sent)
+    )
+
+
+class _Frame(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles a structure by value where need be (classes of `__main__`), and puts numbers in the tensors' places."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | tuple[int, type] | None:
+        if not isinstance(value, Tensor):
+            return None
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        kind = type(value)
+        if kind in _PLAIN:
+            return number
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise PlanError(
+                f"a {kind.__name__} cannot cross to the next stage; tensors that cross hold their own data: "
+                f"return the plain tensors it is made of, or keep it inside one stage with split="
+            )
+        return number, kind
+
+
+class _Unframe(pickle.Unpickler):
+    def __init__(self, frame: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(frame))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        if isinstance(pid, int):
+            return self._tensors[pid]
+        number, kind = pid
+        same: Tensor = self._tensors[number].as_subclass(kind)
+        return same
+
+
+def _wait_for_copies(tensors: Sequence[Tensor | None]) -> None:
+    for device in {t.device for t in tensors if t is not None and t.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,262 @@
+"""A worker: its stages, its part of the optimizer, and the commands of the controller, obeyed one after another.
+
+controller --command--> worker --early: losses--> controller        while the backward goes on
+                               --done: events --> controller
+                               --failed: where--> controller        and abort to the other workers
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.action import Action, Op, Schedule
+from pipe.blueprint import Build, Built
+from pipe.boundary import check_device_copy
+from pipe.clock import WallClock
+from pipe.copying import load_module
+from pipe.errors import Aborted, Failure, StageError
+from pipe.loop import run_order
+from pipe.memory import PeakMemory
+from pipe.optimizer import Shell, apply_groups, state_on
+from pipe.plan import Plan
+from pipe.replicas import Replicas
+from pipe.stage import Run, Stage
+from pipe.trace import Event
+from pipe.transport.protocol import Transport
+from pipe.update import Update, agree_and_step, clip
+
+Early = Callable[[Any], None]  # sends a command's first answer before its last
+Answer = Callable[[int, str, Any], None]  # ticket, "early" | "done" | "failed", value
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over a mini-batch, for one worker."""
+
+    number: int  # of this pass, over all kinds
+    pieces: int  # micro-batches over all replicas
+    runs: Mapping[int, Run]  # by stage
+    kind: str
+    began: float  # by this worker's clock
+    zero: bool = False
+    update: Update | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a worker tells at the end of a pass."""
+
+    events: tuple[Event, ...]
+    sent_bytes: int
+    peak_bytes: int
+    outputs: Mapping[int, Any]  # by micro-batch; of a predict, from the last stage
+
+
+class Worker:
+    """Obeys; each method without an underscore is a command."""
+
+    def __init__(self, index: int, transport: Transport, answer: Answer) -> None:
+        self.index = index
+        self.transport = transport
+        self.doing: tuple[str, float] | None = None  # what, and since when by time.monotonic
+        self._answer = answer
+        self._stages: dict[int, Stage] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def obey(self, ticket: int, name: str, payload: Any) -> None:
+        """Does a command and answers it, with a Failure if it raised."""
+        try:
+            with self._placed(name.replace("_", " ")):
+                value = getattr(self, name)(payload, lambda early: self._answer(ticket, "early", early))
+        except Aborted as error:
+            self._answer(ticket, "failed", self._failure(name, error))
+        except StageError as error:
+            self._answer(ticket, "failed", error.failure)
+        else:
+            self._answer(ticket, "done", value)
+
+    def build(self, order: Build, early: Early) -> Built:
+        """Builds its stages on the device, and its part of the optimizer."""
+        device = order.seat.device()
+        check_device_copy(device)
+        self._names = order.names
+        self._memory = PeakMemory(torch.device(device))
+        loss_fn = load_module(order.loss_fn) if isinstance(order.loss_fn, bytes) else order.loss_fn
+        for index, blueprint in order.blueprints.items():
+            module, state = blueprint.build()
+            self._stages[index] = Stage(index, module, device, last=index == order.plan.stages - 1, loss_fn=loss_fn)
+        self._parameters = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters()}
+        if order.shell is not None:
+            self._optimizer = order.shell.build(self._parameters)
+        return Built(socket.gethostname(), device, state)
+
+    def join(self, plan: Plan, early: Early) -> None:
+        """Takes the plan in its last form; joins the other replicas, at the same time on all workers."""
+        self.plan = plan
+        self._replicas = Replicas(plan, self.index, next(iter(self._stages.values())).device)
+
+    def step(self, order: Step, early: Early) -> Done:
+        """One pass: forwards, and for "train" backwards and, if the order says so, the optimizer's step on all workers or on none."""
+        self.doing = None  # waiting for another worker is not doing
+        schedule = self.plan.order(order.pieces)
+        schedule = schedule if order.kind == "train" else schedule.forwards()
+        self.transport.begin(order.number, schedule)
+        clock = WallClock(order.began)
+        try:
+            with ExitStack() as stack:
+                self._memory.begin()
+                for index, run in order.runs.items():
+                    run.ambient.apply()
+                    self._stages[index].on_losses = early
+                    stack.enter_context(self._stages[index].running(run))
+                if order.zero:
+                    self.zero_grad(None, early)
+                self._replicas.begin(self._parameters, order.kind)
+                events = run_order(self.index, schedule, self._stages, self.transport, clock, self._action)
+                outputs = {m: value for stage in self._stages.values() for m, value in stage.outputs.items()}
+                if order.kind == "train":
+                    for stage in self._stages.values():
+                        stage.statistics.apply(self._replicas.sum_moments(stage.statistics.moments()))
+                    events += self._update(order.update, clock)
+                self.transport.finish()
+        except BaseException as error:
+            if not isinstance(error, Aborted):
+                self.transport.abort(str(error))
+            if order.kind == "train":
+                self.zero_grad(None, early)  # half a gradient is worse than none
+            raise
+        return Done(tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs)
+
+    def optimizer_step(self, order: tuple[int, Update], early: Early) -> None:
+        """Takes over the front's groups and steps; all workers or none."""
+        number, update = order
+        self.transport.begin(number, Schedule(()))
+        self._agree(update)
+
+    def clip_grad_norm(self, order: tuple[int, float, float], early: Early) -> float:
+        """Scales the gradients by the norm over all workers, and gives the norm."""
+        number, max_norm, norm_type = order
+        self.transport.begin(number, Schedule(()))
+        self._replicas.reduce(self._parameters)
+        return clip(self.transport, self.index, self.plan, self._parameters, self._names, max_norm, norm_type)
+
+    def zero_grad(self, order: Any, early: Early) -> None:
+        """Forgets the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._replicas.forget()
+
+    def mode(self, training: bool, early: Early) -> None:
+        """Train or eval mode on every module."""
+        for stage in self._stages.values():
+            stage.module.train(training)
+
+    def collect(self, what: str, early: Early) -> dict[str, Any]:
+        """Copies by full name, on the CPU: "state" (state_dict), "tensors" (parameters and all buffers), "gradients", "optimizer"."""
+        if what == "gradients":
+            self._replicas.reduce(self._parameters)
+        found: dict[str, Any] = {}
+        for stage in self._stages.values():
+            module = stage.module
+            if what == "state":
+                found |= module.state_dict()
+            elif what == "tensors":
+                found |= dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+            elif what == "gradients":
+                found |= {name: p.grad for name, p in module.named_parameters()}
+        if what == "optimizer" and self._optimizer is not None:
+            state = self._optimizer.state
+            found = {name: {k: _copied(v) for k, v in state[p].items()} for name, p in self._parameters.items() if p in state}
+        return {name: _copied(value) for name, value in found.items()}
+
+    def load(self, state: Mapping[str, Any], early: Early) -> None:
+        """Takes over values of the state_dict's keys that this worker holds; shapes have been checked."""
+        for stage in self._stages.values():
+            own = stage.module.state_dict().keys()
+            stage.module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+
+    def load_optimizer(self, state: Mapping[str, Mapping[str, Any]], early: Early) -> None:
+        """Takes over the optimizer's state of the parameters that this worker holds."""
+        if self._optimizer is not None:
+            held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+            for name, parameter in self._parameters.items():
+                if name in state and id(parameter) in held:
+                    self._optimizer.state[parameter] = state_on(state[name], parameter)
+
+    def _update(self, update: Update | None, clock: WallClock) -> list[Event]:
+        if update is None:
+            return []
+        start = clock.mark()
+        self._agree(update)
+        action = Action(Op.OPTIMIZER, 0, min(self._stages, default=0))
+        return [Event(action, self.index, clock.seconds(start), clock.seconds(clock.mark()))]
+
+    def _agree(self, update: Update) -> None:
+        self._replicas.reduce(self._parameters)
+        if self._optimizer is not None and update.groups is not None:
+            apply_groups(self._optimizer, update.groups)
+        agree_and_step(self.transport, self.index, self.plan, self._parameters, self._names, update, self._optimizer)
+
+    def _action(self, action: Action) -> Any:
+        return self._placed(str(action), action)
+
+    @contextmanager
+    def _placed(self, where: str, action: Action | None = None) -> Iterator[None]:
+        """An error from inside says where; meanwhile `doing` tells a watcher."""
+        self.doing = (where, time.monotonic())
+        try:
+            yield
+        except (Aborted, StageError):
+            raise
+        except BaseException as error:
+            raise StageError(self._failure(where, error, action)) from error
+        finally:
+            self.doing = None
+
+    def _failure(self, where: str, error: BaseException, action: Action | None = None) -> Failure:
+        kind = type(error)
+        return Failure(
+            where=where,
+            worker=self.index,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+            message=_text(error),
+            traceback=_users_traceback(error),
+            stage=action.stage if action else None,
+            micro_batch=action.micro_batch if action else None,
+        )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its text cannot be made: {type(broken).__name__}>"
+
+
+def _users_traceback(error: BaseException) -> str:
+    """The traceback from the first frame outside this package on, so that it ends in, and starts near, the user's line."""
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = error.__traceback__
+    first = frames
+    while first is not None and first.tb_frame.f_code.co_filename.startswith((here, os.path.dirname(torch.__file__))):
+        first = first.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, first or frames))
+    except Exception:
+        return "".join(traceback.format_tb(frames)) + f"{type(error).__name__}: {_text(error)}\n"
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

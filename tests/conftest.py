@@ -1,0 +1,19 @@
+"""One thread an operation, so that numbers do not depend on the machine and workers do not fight for cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch = sys.modules.get("torch")  # pure tests never import it
+    if torch is not None:
+        torch.set_num_threads(1)
+    yield

@@ -1,0 +1,1 @@
+"""Checks that several implementations pass, and what tests share."""
