@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from launch.spec import WorkerRun
 
 _STDOUT, _STDERR = 1, 2
-_DRAIN = 1.0  # seconds for the last lines of a worker whose child still holds its output
+_END = secrets.token_hex(16).encode()  # a pipe does not end by itself while elastic, or a child of a worker, still holds it
 
 
 class Prefixed(LogsSpecs):
@@ -47,9 +48,10 @@ class Prefixed(LogsSpecs):
     def finish(self) -> None:
         """Shows the last lines. All workers have ended."""
         for end in self._ends:
+            os.write(end, _END)
             os.close(end)
         for reader in self._readers:
-            reader.join(_DRAIN)
+            reader.join()
         self._ends.clear()
         self._readers.clear()
 
@@ -68,13 +70,13 @@ class Prefixed(LogsSpecs):
 
 
 def copy_lines(source: int, sink: int, prefix: bytes) -> None:
-    """Copies from one descriptor to another until the end, whole lines with the prefix; a progress bar's rewriting becomes lines."""
+    """Copies from one descriptor to another until _END, whole lines with the prefix; a progress bar's rewriting becomes lines."""
     with open(source, "rb", buffering=0) as stream:
         rest = b""
-        while chunk := stream.read(65536):
+        while not rest.endswith(_END) and (chunk := stream.read(65536)):
             *lines, rest = re.split(rb"\r?\n|\r(?!$)", rest + chunk)
             _write(sink, b"".join(prefix + line + b"\n" for line in lines))
-        if rest:
+        if rest := rest.removesuffix(_END):
             _write(sink, prefix + rest + b"\n")
 
 

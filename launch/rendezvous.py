@@ -51,23 +51,37 @@ class Meeting:
 
 
 class Static(RendezvousHandler):
-    """Torch elastic's view of a meeting: the hosts and their ranks are known, and stay."""
+    """Torch elastic's view of a meeting: the hosts and their ranks are known, and stay.
 
-    use_agent_store = True  # type: ignore[assignment]  # the workers' env:// uses the launcher's store
+    The workers' env:// uses the launchers' store. After a restart it would hold what the workers before have left, so each later attempt
+    has a store of its own, whose port node 0 tells.
+    """
+
+    use_agent_store = True  # type: ignore[assignment]
 
     def __init__(self, meeting: Meeting, node: int) -> None:
         self._meeting = meeting
         self._node = node
         self._attempts = 0
+        self._store, self._port = meeting.store, meeting.port
 
     def get_backend(self) -> str:
         return "pipe"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(f"attempt/{self._attempts}", self._meeting.store)
+        if self._attempts > 0:
+            self._renew(f"port/{self._attempts}")
         self._attempts += 1
-        info = RendezvousStoreInfo(self._meeting.address, self._meeting.port)
-        return RendezvousInfo(store, self._node, len(self._meeting.workers), info)
+        info = RendezvousStoreInfo(self._meeting.address, self._port)
+        return RendezvousInfo(PrefixStore("launchers", self._store), self._node, len(self._meeting.workers), info)
+
+    def _renew(self, key: str) -> None:
+        if self._node == 0:
+            self._store, self._port = serve(self._meeting.address, 0)
+            self._meeting.store.set(key, str(self._port))
+        else:
+            self._port = int(self._meeting.store.get(key))
+            self._store = reach(self._meeting.address, self._port)
 
     def is_closed(self) -> bool:
         return False

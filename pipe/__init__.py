@@ -43,7 +43,7 @@ _HOMES = {
     "pipe.trace": ("Event", "Trace"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [*sorted(_HOME_OF), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -150,7 +151,11 @@ class Assembly:
         for w, place in enumerate(self.plan.places):
             replica, s = divmod(w, self.plan.stages)
             where = f"worker {w} (rank {w}) on {place}" if self._options.world else f"worker {w}, a thread, on {place}"
-            who = f"replica {replica}" if self.plan.stages == 1 else f"stage {s}" + (f" of replica {replica}" if self.plan.replicas > 1 else "")
+            who = (
+                f"replica {replica}"
+                if self.plan.stages == 1
+                else f"stage {s}" + (f" of replica {replica}" if self.plan.replicas > 1 else "")
+            )
             lines.append(f"{who}: {self._contents(s)}, {where}")
         return lines
 
@@ -182,7 +187,15 @@ class Assembly:
             try:
                 pieces = self.plan.micro_batches * self.plan.replicas
                 piece = cut(*example, pieces=pieces, batch_dim=batch_dim, names=self._model.forward_names).pieces[0]
-                costs = measure(self._model.layers.layers, piece.args, piece.kwargs, names=self._model.layers.names, device=self._device_0(), copy=copy_module)
+                costs = measure(
+                    self._model.layers.layers,
+                    piece.args,
+                    piece.kwargs,
+                    names=self._model.layers.names,
+                    device=self._device_0(),
+                    copy=copy_module,
+                    limit=self._options.timeout or math.inf,
+                )
                 counts = balance([cost.total for cost in costs], self.plan.stages)
                 how = f"cut by measured time, dearest layer {max(cost.total for cost in costs) * 1e3:.3g} ms a micro-batch"
             except PlanError as error:
@@ -199,14 +212,21 @@ class Assembly:
 
     def _check_fits(self, shell: Shell | None) -> None:
         weights = sum(p.numel() * p.element_size() for _, p in self._model.parameters)
-        kept = 0 if shell is None else 2 if any("betas" in group for group in shell.groups) else int(any(group.get("momentum") for group in shell.groups))
+        kept = (
+            0
+            if shell is None
+            else 2
+            if any("betas" in group for group in shell.groups)
+            else int(any(group.get("momentum") for group in shell.groups))
+        )
         need = weights * (2 + kept)
         device = torch.device(self._device_0())
         has = available(device, self.plan.replicas)
         if has and need > has:
             raise PlanError(
-                f"ddp puts the whole model on every worker: weights, gradients and optimizer state take {need / 2**30:.2f} GiB and {device} has "
-                f"{has / 2**30:.2f} GiB a worker; they fit or the model is cut: give it as nn.Sequential or a list of layers and use --strategy pipeline"
+                f"ddp puts the whole model on every worker: weights, gradients and optimizer state take {need / 2**30:.2f} GiB and "
+                f"{device} has {has / 2**30:.2f} GiB a worker; what does not fit has to be cut: give the model as nn.Sequential or a list "
+                "of layers and use --strategy pipeline"
             )
 
     # --- workers ---

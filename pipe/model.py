@@ -34,7 +34,9 @@ class Model:
         self.whole = self._whole()
         lazy = [name for name, p in self.whole.named_parameters() if is_lazy(p)]
         if lazy:
-            raise PlanError(f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first")
+            raise PlanError(
+                f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first"
+            )
         self.parameters = list(self.whole.named_parameters())
         self.takes: Mapping[str, Keywords] = self._takes()
         self._hooks: list[Any] = []
@@ -80,7 +82,7 @@ class Model:
         apart = crossing(ties(modules, self.layers.names), self.layers.names, counts)
         if apart:
             raise PlanError(
-                f"split {list(counts)} separates {' and '.join(apart[0])}, which are one weight; this version keeps a shared weight on one stage: "
+                f"split {list(counts)} separates {' and '.join(apart[0])}, which are one weight; it stays on one stage in this version: "
                 "put these layers into one stage with split=, or use fewer stages"
             )
 
@@ -120,7 +122,8 @@ class Model:
 
         modules = [self.given] if isinstance(self.given, nn.Module) else [m for m in self.given if isinstance(m, nn.Module)]
         for module in modules:
-            self._hooks += [module.register_forward_pre_hook(look), module.register_state_dict_pre_hook(look)]
+            self._hooks.append(module.register_forward_pre_hook(look))
+            self._hooks.append(module.register_state_dict_pre_hook(look))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Removes what `warn_when_used` put into the user's model."""

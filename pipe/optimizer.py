@@ -135,8 +135,8 @@ class Front:
         meta = [name for name, kept in state.items() if any(isinstance(v, Tensor) and v.is_meta for v in kept.values())]
         if meta:
             raise OptimizerError(
-                f"{type(front).__name__} made state for {meta[0]!r}, which is not built on the controller; layers given as LayerSpec need an "
-                "optimizer that makes its state at the first step: SGD, Adam, AdamW, or build the model here"
+                f"{type(front).__name__} made state for {meta[0]!r}, which is not built on the controller; layers given as LayerSpec need "
+                "an optimizer that makes its state at the first step: SGD, Adam, AdamW, or build the model here"
             )
         return Shell(type(front), attributes, self.groups(), state)
 
@@ -194,6 +194,6 @@ def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     foreign = [p for p in held if id(p) not in names]
     if foreign:
         raise OptimizerError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's (the first has shape {tuple(foreign[0].shape)}); "
+            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's (one has shape {tuple(foreign[0].shape)}); "
             "it is built over model.parameters(): build it from the model that the engine gets, or pass a callable"
         )

@@ -101,8 +101,9 @@ def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...]) 
         own = Schedule.parse(orders)
         if any(count != own.micro_batches for count in counts):
             raise PlanError(
-                f"the batch makes {' and '.join(map(str, counts))} micro-batches a replica and the schedule given is for {own.micro_batches}; they are "
-                "equal: give batches of the same number of rows, or name a schedule, such as 'gpipe', which takes any number"
+                f"the batch makes {' and '.join(map(str, counts))} micro-batches a replica and the schedule given is for "
+                f"{own.micro_batches}; they are equal: give batches of as many rows as before, or name a schedule, such as 'gpipe', "
+                "which takes any number"
             )
     placed: list[tuple[Action, ...]] = []
     first = 0
@@ -160,12 +161,12 @@ def _ordered(plan: Plan, schedule: str | Schedule | None) -> Plan:
     schedule.check()
     if (schedule.workers, schedule.stages) != (plan.stages, plan.stages):
         raise PlanError(
-            f"the schedule given is for {schedule.workers} workers and {schedule.stages} stages, and the job has {plan.stages} workers with one stage each; "
-            f"they are equal: use --stages {schedule.workers}, or another schedule"
+            f"the schedule given is for {schedule.workers} workers and {schedule.stages} stages, and the job has {plan.stages} workers "
+            f"with one stage each; they are equal: use --stages {schedule.workers}, or another schedule"
         )
     if plan.micro_batches not in (0, schedule.micro_batches):
         raise PlanError(
-            f"micro_batches={plan.micro_batches} and the schedule given is for {schedule.micro_batches}; they are equal: leave micro_batches out"
+            f"micro_batches={plan.micro_batches} and the schedule given is for {schedule.micro_batches}; they are equal: leave it out"
         )
     return replace(plan, schedule="given", orders=str(schedule), micro_batches=schedule.micro_batches)
 
@@ -174,11 +175,13 @@ def _check_workers(wish: Wish, stages: int, replicas: int, world: int | None) ->
     if world is None:
         if replicas > 1:
             raise PlanError(
-                f"replicas={replicas} without pipe-launch; replicas are processes of their own: start it as 'pipe-launch --stages {stages} --replicas {replicas} script.py'"
+                f"replicas={replicas} without pipe-launch; replicas are processes of their own: start it as "
+                f"'pipe-launch --stages {stages} --replicas {replicas} script.py'"
             )
     elif stages * replicas > world:
         raise PlanError(
-            f"stages={stages} x replicas={replicas} needs {stages * replicas} workers and pipe-launch started {world}: use 'pipe-launch --stages {stages} --replicas {replicas}'"
+            f"stages={stages} x replicas={replicas} needs {stages * replicas} workers and pipe-launch started {world}: use "
+            f"'pipe-launch --stages {stages} --replicas {replicas}'"
         )
 
 
@@ -190,7 +193,8 @@ def _ddp(plan: Plan, reason: str, world: int | None) -> Plan:
     workers = plan.stages * plan.replicas
     if world is None and workers > 1:
         raise PlanError(
-            f"strategy 'ddp' with {workers} workers without pipe-launch; replicas are processes: use 'pipe-launch --strategy ddp --replicas {workers} script.py'"
+            f"strategy 'ddp' with {workers} workers without pipe-launch; replicas are processes: use "
+            f"'pipe-launch --strategy ddp --replicas {workers} script.py'"
         )
     if plan.stages > 1:
         reason = f"{reason}; {workers} workers became {workers} replicas"
@@ -200,8 +204,8 @@ def _ddp(plan: Plan, reason: str, world: int | None) -> Plan:
 def _uncut(plan: Plan, strategy: str, why: str, world: int | None) -> Plan:
     if strategy != "auto" or world is None:
         raise PlanError(
-            f"the model cannot be cut into {plan.stages} stages: {why}; give fewer stages, or the model as nn.Sequential or a list of modules with at least "
-            f"{plan.stages} layers" + ("" if world is None else ", or strategy 'auto', which falls back to ddp")
+            f"the model cannot be cut into {plan.stages} stages: {why}; give fewer stages, or the model as nn.Sequential or a list of "
+            f"modules with at least {plan.stages} layers" + ("" if world is None else ", or strategy 'auto', which falls back to ddp")
         )
     return _ddp(plan, f"the model cannot be cut into {plan.stages} stages: {why}", world)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipe.batch_norm import PooledStatistics
 from pipe.plan import Plan
 
 Parameters = Mapping[str, nn.Parameter]
@@ -62,10 +63,11 @@ class Replicas:
             self._reduce(same)
         self._pending, self._summed = False, True
 
-    def sum_moments(self, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-        """BatchNorm's sums over all replicas, in one all-reduce."""
-        if self._alone or not moments:
-            return moments
+    def sum_moments(self, statistics: PooledStatistics) -> dict[str, Tensor] | None:
+        """BatchNorm's sums over all replicas, in one all-reduce; None where the worker's own are all."""
+        moments = {} if self._alone else statistics.moments()
+        if not moments:
+            return None
         flat = torch.cat([value.reshape(-1) for value in moments.values()])
         dist.all_reduce(flat, group=self._group)
         sizes = [value.numel() for value in moments.values()]

@@ -169,7 +169,8 @@ def _with_generator(streams: Streams, func: Any, args: tuple[Any, ...], kwargs: 
 
 def _with_borrowed(streams: Streams, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For kernels that know no generator but the device's own (fused attention and dropout on CUDA): seeds it, and puts it back."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+    arguments = func._schema.arguments
+    given = {each.name: each.default_value for each in arguments} | {each.name: value for each, value in zip(arguments, args)} | kwargs
     device = _device_of(args, kwargs)
     if any(given.get(name, 1) == 0 for name in ("dropout_p", "dropout", "train")) or device.type == "meta":
         return func(*args, **kwargs)
@@ -227,7 +228,7 @@ class _Process:
             for name, notes in _notes(streams).items():
                 notes[-1] = self._flags.get(name) if not self._active else True
             if not self._active:
-                torch.get_rng_state, torch.set_rng_state = self._originals
+                torch.get_rng_state, torch.set_rng_state = self._originals  # type: ignore[assignment]
             TorchDispatchMode.__exit__(streams, *error)  # type: ignore[no-untyped-call]
 
     def _get_state(self) -> Tensor:

@@ -58,7 +58,8 @@ def draws(module: nn.Module) -> bool:
 
 def _is_silent(module: nn.Module) -> bool:
     kind = type(module)
-    if "forward" in vars(module) or any(getattr(module, hooks, None) for hooks in _HOOKS):
+    hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+    if "forward" in vars(module) or not all(getattr(hook, "draws_nothing", False) for hook in hooks):
         return False
     if kind in _DROPOUTS:
         return bool(module.p == 0)

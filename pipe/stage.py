@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from pipe import rng, wire
 from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
+from pipe.boundary import Inbox, enter_boundary
 from pipe.errors import PipeError
 from pipe.loss import LossFn, loss_of, on_device
-from pipe.boundary import Inbox, enter_boundary
 from pipe.wire import Message
 
 
@@ -44,7 +44,7 @@ class Run:
     feeds: Mapping[int, Feed]  # by micro-batch
     seed: int
     call: int  # number of the forward_backward call; below 0 for an evaluation
-    ambient: Ambient = Ambient()
+    ambient: Ambient = field(default_factory=Ambient)
 
     @property
     def trains(self) -> bool:

@@ -27,7 +27,7 @@ from pipe.copying import load_module
 from pipe.errors import Aborted, Failure, StageError
 from pipe.loop import run_order
 from pipe.memory import PeakMemory
-from pipe.optimizer import Shell, apply_groups, state_on
+from pipe.optimizer import apply_groups, state_on
 from pipe.plan import Plan
 from pipe.replicas import Replicas
 from pipe.stage import Run, Stage
@@ -126,7 +126,7 @@ class Worker:
                 outputs = {m: value for stage in self._stages.values() for m, value in stage.outputs.items()}
                 if order.kind == "train":
                     for stage in self._stages.values():
-                        stage.statistics.apply(self._replicas.sum_moments(stage.statistics.moments()))
+                        stage.statistics.apply(self._replicas.sum_moments(stage.statistics))
                     events += self._update(order.update, clock)
                 self.transport.finish()
         except BaseException as error:

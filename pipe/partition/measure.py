@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -65,6 +66,7 @@ def measure(
     names: Sequence[str] = (),
     device: torch.device | str = "cpu",
     copy: Callable[[nn.Module], nn.Module] = copying.deepcopy,
+    limit: float = math.inf,
 ) -> list[LayerCost]:
     """The cost of each layer: the median of a few runs on a copy after a warm-up, one copy in memory at a time.
 
@@ -76,9 +78,10 @@ def measure(
         kwargs: each goes to the layers whose forward names it.
         names: of the layers; numbered without it.
         copy: gives an independent copy of a layer.
+        limit: seconds that one run may take.
 
     Raises:
-        PlanError: a layer raised; its exception is the cause.
+        PlanError: a layer raised; its exception is the cause. Or it took longer than `limit`.
     """
     place = torch.device(device)
     timings: list[_Timing] = []
@@ -90,7 +93,7 @@ def measure(
             try:
                 own = _ready(layer, copy, place)
                 takes = keywords([own], [name], first=i == 0)[name]
-                timing, value = _time(own, value, takes.pick(given), trained, place)
+                timing, value = _time(own, value, takes.pick(given), trained, place, limit)
             except PlanError:
                 raise
             except Exception as error:
@@ -121,10 +124,10 @@ def _of_torch(hook: Callable[..., Any]) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
-def _time(layer: nn.Module, inputs: Any, kwargs: Any, trained: bool, place: torch.device) -> tuple[_Timing, Any]:
+def _time(layer: nn.Module, inputs: Any, kwargs: Any, trained: bool, place: torch.device, limit: float) -> tuple[_Timing, Any]:
     """The layer's runs, and its output as the inputs of the next layer, cut off from its graph."""
     settings = _settings(layer)
-    forward, backward, output = _runs(layer, inputs, kwargs, trained, place)
+    forward, backward, output = _runs(layer, inputs, kwargs, trained, place, limit)
     if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(output)):
         with torch.no_grad():  # tensors within an unknown object cannot be cut off from their graph
             given, named = _fresh(inputs, kwargs, False)
@@ -134,11 +137,15 @@ def _time(layer: nn.Module, inputs: Any, kwargs: Any, trained: bool, place: torc
     return _Timing(shape, settings, forward, backward, *sizes), (pytree.tree_map_only(Tensor, Tensor.detach, output),)
 
 
-def _runs(layer: nn.Module, inputs: Any, kwargs: Any, trained: bool, place: torch.device) -> tuple[list[float], list[float], Any]:
+def _runs(
+    layer: nn.Module, inputs: Any, kwargs: Any, trained: bool, place: torch.device, limit: float
+) -> tuple[list[float], list[float], Any]:
     """The seconds forward and backward of each timed run, and the last output."""
     forwards: list[float] = []
     backwards: list[float] = []
-    _run(layer, *_fresh(inputs, kwargs, trained), place)  # warm-up
+    forward, backward, _ = _run(layer, *_fresh(inputs, kwargs, trained), place)  # warm-up
+    if forward + backward > limit:
+        raise PlanError(f"one run took {forward + backward:.3g} s and the time-out is {limit:g} s; what takes so long cannot be measured")
     while True:
         forward, backward, output = _run(layer, *_fresh(inputs, kwargs, trained), place)
         forwards.append(forward)

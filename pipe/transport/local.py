@@ -8,16 +8,18 @@ from typing import Any
 
 from pipe.action import Schedule
 from pipe.transport.mailbox import Mailbox
+from pipe.transport.protocol import Transport
 
 
-class LocalTransport:
-    """Puts a copy of the message into the peer's mailbox: what the receiver writes in place, the sender does not see."""
+class LocalTransport(Transport):
+    """Puts a copy of the message into the peer's mailbox: what the receiver writes in place, the sender does not see.
 
-    def __init__(self, worker: int, mailboxes: Sequence[Mailbox], timeout: float | None = None) -> None:
-        """Args:
+    Args:
         mailboxes: one a worker, shared by all of them.
         timeout: seconds to wait for a message; None or 0: for ever.
-        """
+    """
+
+    def __init__(self, worker: int, mailboxes: Sequence[Mailbox], timeout: float | None = None) -> None:
         self.sent_bytes = 0
         self._worker = worker
         self._mailboxes = mailboxes

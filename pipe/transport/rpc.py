@@ -18,6 +18,7 @@ from pipe.action import Action, Schedule
 from pipe.errors import PeerLost, TransportError, TransportTimeout
 from pipe.session import Session, alive, failure
 from pipe.transport.mailbox import Mailbox
+from pipe.transport.protocol import Transport
 
 _lock = threading.Lock()
 _mailboxes: dict[str, Mailbox | None] = {}  # by address; None: forgotten, so that late messages are dropped
@@ -48,14 +49,15 @@ def forget(address: str) -> None:
         _mailboxes[address] = None
 
 
-class RpcTransport:
-    """One worker's end; its address is `engine/worker`, so that the workers of several engines do not meet."""
+class RpcTransport(Transport):
+    """One worker's end; its address is `engine/worker`, so that the workers of several engines do not meet.
 
-    def __init__(self, session: Session, address: str, worker: int, peers: Mapping[int, int], timeout: float | None = None) -> None:
-        """Args:
+    Args:
         peers: the rank of the process of each worker, this one's too.
         timeout: seconds for a message to come or to arrive; None or 0: for ever.
-        """
+    """
+
+    def __init__(self, session: Session, address: str, worker: int, peers: Mapping[int, int], timeout: float | None = None) -> None:
         engine, _, own = address.rpartition("/")
         mailbox = _mailbox(address)
         if own != str(worker) or mailbox is None:

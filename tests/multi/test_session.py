@@ -255,6 +255,31 @@ def test_rank_0_that_only_computes_is_not_gone() -> None:
     assert last
 
 
+def _leave_soon() -> None:
+    with mock.patch.object(session, "_GRACE", 0.1):
+        _session().leave(True)
+
+
+def _call_after_leaving() -> Exception | None:
+    here = _session()
+    _session().leave(True)
+    return session.failure(here.call(0, os.getpid))
+
+
+def test_leaving_does_not_wait_for_the_dead(capfd: Any) -> None:
+    with joined(3) as started:
+        serving = started[1].ask(_serve)
+        started[2].process.kill()
+        started[0].ask(_leave_soon).result(WAIT)
+        assert serving.result(WAIT) == (0, True)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_call_after_leaving_is_a_future_that_failed() -> None:
+    with joined(1) as started:
+        assert isinstance(started[0].ask(_call_after_leaving).result(WAIT), RuntimeError)
+
+
 SCRIPT = """
 import os, signal, sys
 from pipe import session

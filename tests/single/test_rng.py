@@ -171,16 +171,16 @@ def test_recurrent_dropout_is_keyed(kind: type) -> None:
 class Checkpointed(nn.Module):
     """Regions with a module, with bare functions, with one dropout called in several of them, one within another."""
 
-    def __init__(self, way: Callable[..., Any]) -> None:
+    def __init__(self, way: Callable[..., Any], inner_way: Callable[..., Any]) -> None:
         super().__init__()
-        self.way = way
+        self.way, self.inner_way = way, inner_way
         self.block, self.drop, self.out = Block(), nn.Dropout(0.4), nn.Linear(16, 4)
 
     def shared(self, x: Tensor) -> Tensor:
         return self.drop(x).sin() * self.drop(x)
 
     def outer(self, x: Tensor) -> Tensor:
-        return F.dropout(self.way(self.shared, self.drop(x)), 0.2).cos() * self.drop(x)
+        return F.dropout(self.inner_way(self.shared, self.drop(x)), 0.2).cos() * self.drop(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.way(self.block, F.dropout(x, 0.1))
@@ -190,9 +190,21 @@ class Checkpointed(nn.Module):
         return self.out(self.way(self.shared, x))
 
 
-def gradients(way: Callable[..., Any]) -> list[Tensor | None]:
+def plainly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def again_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def gradients(way: Callable[..., Any], inner_way: Callable[..., Any]) -> list[Tensor | None]:
     torch.manual_seed(0)
-    module = Checkpointed(way)
+    module = Checkpointed(way, inner_way)
     watch(module, "3")
     x = torch.randn(2, 5, 16).requires_grad_()
     streams = [Streams(1, 0, m) for m in range(2)]
@@ -207,11 +219,10 @@ def gradients(way: Callable[..., Any]) -> list[Tensor | None]:
     return [x.grad, *[p.grad for p in module.parameters()]]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_inside_a_module_equals_none(reentrant: bool) -> None:
+@pytest.mark.parametrize(("way", "inner_way"), [(again, again), (again_reentrant, plainly), (again_reentrant, again)])
+def test_checkpoint_inside_a_module_equals_none(way: Callable[..., Any], inner_way: Callable[..., Any]) -> None:
     state = torch.get_rng_state
-    want = gradients(lambda f, x: f(x))
-    got = gradients(lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
+    want, got = gradients(plainly, plainly), gradients(way, inner_way)
     assert all(g is not None for g in want)
     assert all(map(torch.equal, want, got))
     assert torch.get_rng_state is state

@@ -1,0 +1,310 @@
+"""The controller: sends steps and commands to the workers, one message each, and settles them.
+
+train --one command a worker--> workers: forwards, backwards, agree, optimizer
+      <------- losses --------- (early: the tail of the backward goes on meanwhile)
+next  <-------- done ---------- settles the step before: its failure, if any, is raised here
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipe.ambient import Ambient
+from pipe.assembly import Assembly, Example
+from pipe.errors import BatchError, PlanError, StageError
+from pipe.logs import StepLog
+from pipe.micro_batch import Batch, BatchDim, cut
+from pipe.model import Model
+from pipe.optimizer import Shell
+from pipe.report import Report, advice
+from pipe.stage import Feed, Run
+from pipe.trace import Trace
+from pipe.update import Update
+from pipe.worker import Done, Step
+
+logger = logging.getLogger("pipe")
+_ADVICE_AFTER = 20  # steps
+
+
+class _Stderr(logging.Handler):
+    """To what sys.stderr is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"pipe: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def be_heard() -> None:
+    """What is announced reaches the user also where the script configures no logging."""
+    if not logger.hasHandlers():
+        logger.addHandler(_Stderr())
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How batches are cut and losses weighted, and what keys the random streams."""
+
+    batch_dim: BatchDim = 0
+    mean: bool = True  # else losses are summed
+    loss_weight: Callable[[Any], float] | None = None
+    precision: str = "fp32"
+    seed: int = 0
+    auto: bool = True  # the strategy may change with the batch
+    target_is_argument: bool = False  # of forward, since the model makes its loss
+
+
+@dataclass
+class _Pending:
+    """A training step whose loss is known and whose backward may still run."""
+
+    ticket: int
+    batch: Batch
+    step: int
+    loss: float = float("nan")
+
+
+class Controller:
+    """One engine's workers, as they are told what to do."""
+
+    def __init__(self, model: Model, assembly: Assembly, settings: Settings, example: Example | None, log: StepLog | None) -> None:
+        self.assembly = assembly
+        self.stale = False  # the user's model has older weights than the stages
+        self.closed = False
+        self.broken: StageError | None = None
+        self.shell: Callable[[], Shell | None] = lambda: None
+        self.training: bool | None = None  # mode to set when the workers are made
+        self._model = model
+        self._settings = settings
+        self._example = example
+        self._log = log
+        self._planned = assembly.plan
+        self._step = 0  # of training
+        self._number = 0  # of everything that uses the transport
+        self._pending: _Pending | None = None
+        self._last: tuple[Trace, int] | None = None  # and rows
+        self._said: set[str] = set()
+
+    def train(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], *, zero: bool, update: Update | None) -> float:
+        """The loss of a training step, as soon as it is known.
+
+        Raises:
+            BatchError, PlanError, StageError: see Engine.train_step.
+        """
+        batch, ticket = self._start(args, target, kwargs, "train", zero=zero, update=update)
+        self._step += 1
+        self._pending = pending = _Pending(ticket, batch, self._step)
+        self.stale = True
+        try:
+            losses = self.assembly.desk.early(ticket, self.assembly.loss_workers(len(batch.pieces)))
+        except StageError as error:
+            self._fail(error)
+            raise
+        pending.loss = _sum(losses)
+        return pending.loss
+
+    def evaluate(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> float:
+        """The loss in eval mode, without gradients."""
+        batch, ticket = self._start(args, target, kwargs, "eval", zero=False, update=None)
+        try:
+            losses = dict(self.assembly.desk.early(ticket, self.assembly.loss_workers(len(batch.pieces))))
+            self._keep(self.assembly.desk.done(ticket), batch)
+        except StageError as error:
+            self._fail(error)
+            raise
+        return _sum(losses)
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The merged output in eval mode, without gradients."""
+        batch, ticket = self._start(args, None, kwargs, "predict", zero=False, update=None)
+        try:
+            done = self.assembly.desk.done(ticket)
+        except StageError as error:
+            self._fail(error)
+            raise
+        self._keep(done, batch)
+        outputs = {m: value for each in done.values() for m, value in each.outputs.items()}
+        return batch.merge([outputs[m] for m in sorted(outputs)])
+
+    def ask(self, name: str, payload: Any) -> Mapping[int, Any]:
+        """Every worker's answer to a command, after the step before is settled.
+
+        Raises:
+            StageError: a worker failed.
+        """
+        self.settle()
+        self.ready()
+        ticket = self.assembly.desk.ticket(self.assembly.workers)
+        for w in self.assembly.workers:
+            self.assembly.crew.tell(w, ticket, name, payload)
+        try:
+            return self.assembly.desk.done(ticket)
+        except StageError as error:
+            self._fail(error)
+            raise
+
+    def gather(self, what: str) -> dict[str, Any]:
+        """What the workers of the first replica hold, by full name, in the model's order."""
+        found = self.ask("collect", what)
+        return {name: value for w in range(self.assembly.plan.stages) for name, value in found[w].items()}
+
+    def number(self) -> int:
+        """The number of the next pass or command that uses the transport."""
+        self._number += 1
+        return self._number
+
+    def settle(self) -> None:
+        """Waits for the tail of the step before, and logs it.
+
+        Raises:
+            StageError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._keep(self.assembly.desk.done(pending.ticket), pending.batch)
+        except StageError as error:
+            self._fail(error)
+            raise
+        trace, rows = self.last()
+        if self._log is not None:
+            self._log.step(pending.step, pending.loss, rows, trace)
+        if pending.step == _ADVICE_AFTER and self.assembly.plan.workers > 1:
+            self.say(advice(Report.of(trace, self.assembly.plan.places, rows)))
+
+    def last(self) -> tuple[Trace, int]:
+        """The trace of the last pass, and the rows of its batch.
+
+        Raises:
+            PlanError: there has been none.
+        """
+        self.settle()
+        if self._last is None:
+            raise PlanError("there is no trace yet; each pass makes one: call train_step or predict first")
+        return self._last
+
+    def ready(self, batch: Example | None = None) -> None:
+        """Makes the workers, if need be.
+
+        Raises:
+            PlanError: the engine is closed, or the model does not fit the plan.
+            StageError: a worker is gone.
+        """
+        if self.broken is not None:
+            raise StageError(self.broken.failure)
+        if self.closed:
+            raise PlanError("the engine is closed; it runs until close() or the end of its with block: make a new one")
+        if self.assembly.built:
+            return
+        self.assembly.build(self.shell(), self._example or batch, self._settings.batch_dim)
+        self._planned = self.assembly.plan
+        if self.training is not None:
+            self.ask("mode", self.training)
+        for line in self.assembly.announcement():
+            self.say(line)
+
+    @property
+    def provisional(self) -> bool:
+        """Whether an example is at hand to make the workers with, and they are not made yet."""
+        return not self.assembly.built and self._example is not None and not self.closed
+
+    def say(self, line: str) -> None:
+        """Announces it, once."""
+        if line not in self._said:
+            self._said.add(line)
+            logger.info(line)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.closed = True
+        self.assembly.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _start(
+        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
+    ) -> tuple[Batch, int]:
+        """Cuts the batch and sends every worker its part of the pass; gives the ticket."""
+        self.settle()
+        if self._settings.target_is_argument and target is not None:
+            kwargs, target = {**kwargs, "target": target}, None
+        if lost := self._model.lost_keywords(kwargs):
+            raise PlanError(lost)
+        self.ready((args, kwargs))
+        pieces = self._planned.micro_batches * self._planned.replicas
+        batch = cut(args, kwargs, target, pieces=pieces, batch_dim=self._settings.batch_dim, names=self._model.forward_names)
+        if kind == "train" and batch.needs_grad:
+            raise BatchError(
+                f"{batch.needs_grad[0]!r} requires grad, and gradients of inputs do not come back from the stages: pass it with .detach()"
+            )
+        self._judge(batch)
+        feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._shares(batch))]
+        number = self.number()
+        call = self._step if kind == "train" else -number
+        base = Run(kind, {}, self._settings.seed, call, Ambient.capture(self._settings.precision))
+        began = time.perf_counter()
+        ticket = self.assembly.desk.ticket(self.assembly.workers)
+        for w in sorted(self.assembly.workers):
+            runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
+            step = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
+            self.assembly.crew.tell(w, ticket, "step", step)
+        return batch, ticket
+
+    def _shares(self, batch: Batch) -> list[float]:
+        """Each micro-batch's share of the loss: n_m / n by rows, or by `loss_weight`; 1 where losses are summed."""
+        if not self._settings.mean:
+            return [1.0] * len(batch.pieces)
+        if self._settings.loss_weight is None:
+            return [n / batch.size for n in batch.sizes] if batch.size else [1.0]
+        weights = [float(self._settings.loss_weight(piece.target)) for piece in batch.pieces]
+        total = sum(weights)
+        if not total > 0 or min(weights) < 0:
+            raise BatchError(
+                f"loss_weight gave {weights}; weights are not negative and not all 0: count what the loss is a mean over, say valid tokens"
+            )
+        return [weight / total for weight in weights]
+
+    def _judge(self, batch: Batch) -> None:
+        """Says, once, where a pipeline cannot help since the batch stays whole, and notes it in the plan."""
+        plan = self._planned
+        if not self._settings.auto or plan.strategy != "pipeline":
+            return
+        if len(batch.pieces) == 1:
+            why = batch.why_whole or ("it has one row" if batch.size == 1 else "micro_batches=1")
+            reason = f"the batch cannot be cut, since {why}; stages work one after the other"
+            plan = replace(plan, strategy="naive", micro_batches=1, reason=reason)
+        if plan != self.assembly.plan:
+            self.assembly.plan = plan
+            self.say(str(plan))
+
+    def _keep(self, done: Mapping[int, Done], batch: Batch) -> None:
+        workers = sorted(done)
+        trace = Trace(
+            events=tuple(event for w in workers for event in done[w].events),
+            workers=len(workers),
+            clock="wall",
+            plan=self.assembly.plan_facts(),
+            step=self._step,
+            peak_bytes=tuple(done[w].peak_bytes for w in workers),
+            sent_bytes=tuple(done[w].sent_bytes for w in workers),
+        )
+        self._last = (trace, batch.size)
+
+    def _fail(self, error: StageError) -> None:
+        """Nobody waits on for what will not come; a lost worker ends the engine."""
+        self._pending = None
+        self.assembly.crew.abort(self._number, str(error.failure))
+        if error.failure.kind.endswith("PeerLost"):
+            self.broken = error
+
+
+def _sum(losses: Mapping[int, Mapping[int, float]]) -> float:
+    """The loss of the mini-batch: the sum in micro-batch order of each one's share."""
+    by_micro_batch = {m: loss for each in losses.values() for m, loss in each.items()}
+    return sum((by_micro_batch[m] for m in sorted(by_micro_batch)), 0.0)
