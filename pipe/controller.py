@@ -204,6 +204,7 @@ class Controller:
             return
         self.assembly.build(self.shell(), self._example or batch, self._settings.batch_dim)
         self._planned = self.assembly.plan
+        self._model.warn_when_used(lambda: self.stale)  # from now on, so that stages are copied without the warning
         if self.training is not None:
             self.ask("mode", self.training)
         for line in self.assembly.announcement():

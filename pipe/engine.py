@@ -133,8 +133,6 @@ class Engine:
         self._front = self._make_front(optimizer)
         if self._front is not None:
             self._controller.shell = self._front.shell
-        if self._has_weights:
-            self._model.warn_when_used(lambda: self._controller.stale)
         _open.add(self)
 
     # --- training ---

@@ -107,6 +107,8 @@ class Model:
 
     def warn_when_used(self, stale: Callable[[], bool]) -> None:
         """Warns once when the user's model is used while its weights are older than those of the stages."""
+        if self.has_specs:
+            return
         warned = False
 
         def look(*args: Any, **kwargs: Any) -> None:
