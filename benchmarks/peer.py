@@ -1,16 +1,15 @@
 """The step time of this engine against torch.distributed.pipelining: same model, same cut, same optimizer, same micro-batches.
 
-    python benchmarks/peer.py                # about 5 minutes; --markdown for a table to paste, --rounds 3 for less
+    python benchmarks/peer.py                # some 5 minutes; --rounds 3 for less, --markdown for a table to paste
 
 Both sides run as their users start them, two workers with one thread each: ours by pipe-launch over RPC, theirs by torchrun over
-gloo (NCCL where there are two GPUs). All processes stay up and work in turns, so that noise of the machine hits both sides alike:
+gloo (NCCL where there are two GPUs). All processes stay up and work in turns, so that the machine's noise hits both sides alike:
 
-    this process --turn: (model, schedule, steps)--> ours | theirs | one process alone | two processes at once, each alone
-                 <-- seconds a step, last loss ----
+    this process --model, schedule, steps--> ours | theirs | one process alone | two at once, each alone
+                 <-- seconds a step, loss --
 
-A turn is some consecutive steps up to the end of the last one, divided by their number: what a user waits for. The ideal is the
-time of one process x (m+p-1)/(m p); "busy" is the same from two processes at once, which share the machine's memory and clock as
-a pipeline's workers do.
+The ideal is the time of one process x (m+p-1)/(m p). "Ideal, busy" takes that time from two processes at once, which share the
+machine's memory, caches and clock as the workers of a pipeline do.
 """
 
 from __future__ import annotations
@@ -18,89 +17,121 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from sides import MICRO_BATCHES, WORKERS, Turn, device_of
 
-WORKERS, MICRO_BATCHES, WARM_UP = 2, 8, 3
+HERE = Path(__file__).resolve().parent
 IDEAL = (MICRO_BATCHES + WORKERS - 1) / (MICRO_BATCHES * WORKERS)
-TURN = 2.0  # seconds, about
-MODELS = ("transformer", "resnet18", "mlp")
-Turn = tuple[str, str, int]  # model, schedule, steps
-Side = Callable[[Turn], tuple[float, float]]  # -> seconds a step, loss of the last one
+MODELS, SCHEDULES = ("transformer", "resnet18", "mlp"), ("gpipe", "1f1b")
+WARM_UP = 3  # steps
+SAME_LOSS = 1e-4  # of the last warm-up step, relative
+COMMANDS = {
+    "ours": ["-m", "launch", "--stages", str(WORKERS)],
+    "theirs": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)],
+    "alone": [],
+    "alone too": [],
+}
+Seconds = dict[str, list[float]]  # by side, one a round
 
 
-def make(name: str) -> tuple[list[nn.Module], list[int], Tensor, Tensor]:
-    """Layers, layers of each stage, input and target."""
-    torch.manual_seed(0)
-    if name == "transformer":
-        layers = [nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True) for _ in range(8)]
-        return layers, [4, 4], torch.randn(32, 64, 256), torch.randn(32, 64, 256)
-    if name == "resnet18":
-        from torchvision.models import resnet18
-
-        resnet = resnet18(num_classes=256)
-        stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool)
-        blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
-        layers = [stem, *blocks, nn.Sequential(resnet.avgpool, nn.Flatten(1), resnet.fc)]
-        return layers, [5, 5], torch.randn(64, 3, 96, 96), torch.randn(64, 256)
-    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)]  # 1024 rows of 1024 floats: 4 MiB a micro-batch
-    return layers, [2, 2], torch.randn(8192, 1024), torch.randn(8192, 1024)
-
-
-def device_of(worker: int) -> torch.device:
-    return torch.device("cuda", worker) if torch.cuda.device_count() >= WORKERS else torch.device("cpu")
+@contextmanager
+def started(side: str) -> Iterator[Connection]:
+    """The side's processes, and the link to the one that answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "BENCHMARK_KEY": secrets.token_hex(16), "PYTHONPATH": str(HERE.parent)}
+        with Listener(os.path.join(folder, "link"), authkey=env["BENCHMARK_KEY"].encode()) as listener:
+            script = [str(HERE / "sides.py"), side.split()[0], str(listener.address)]
+            process = subprocess.Popen([sys.executable, *COMMANDS[side], *script], env=env)
+            link = listener.accept()
+        try:
+            yield link
+            link.send(None)
+            link.close()
+            process.wait(60)
+        finally:
+            process.kill()
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
+def ask(links: Sequence[Connection], turn: Turn) -> tuple[float, float]:
+    """Mean seconds a step, and the loss, of sides that have the same turn at once."""
+    for link in links:
+        link.send(turn)
+    answers = [link.recv() for link in links]
+    return sum(seconds for seconds, _ in answers) / len(answers), answers[0][1]
 
 
-def timed(steps: int, step: Callable[[], float], settle: Callable[[], object]) -> tuple[float, float]:
-    settle()
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-    settle()
-    return (time.perf_counter() - began) / steps, loss
+def compare(links: dict[str, list[Connection]], name: str, schedule: str, rounds: int, seconds: float) -> Seconds:
+    """The seconds a step of every side in every round.
+
+    Raises:
+        SystemExit: the sides do not compute the same.
+    """
+    first = {side: ask(pair, (name, schedule, WARM_UP)) for side, pair in links.items() if side != "busy"}
+    steps = max(2, round(seconds / first["theirs"][0]))
+    ask(links["busy"], (name, schedule, 1))
+    losses = {side: loss for side, (_, loss) in first.items() if side != "alone" or schedule == SCHEDULES[0]}
+    if max(losses.values()) - min(losses.values()) > SAME_LOSS * abs(losses["ours"]):
+        sys.exit(f"{name}, {schedule}: the losses after {WARM_UP} steps differ: {losses}")
+    found: Seconds = defaultdict(list)
+    for round_ in range(rounds):
+        sides = list(links)
+        for side in sides[round_ % len(sides) :] + sides[: round_ % len(sides)]:  # nobody is always the first
+            found[side].append(ask(links[side], (name, schedule, steps))[0])
+        shown = ", ".join(f"{side} {found[side][-1] * 1e3:.1f} ms" for side in links)
+        print(f"{name}, {schedule}, round {round_ + 1}: {shown}", file=sys.stderr)
+    return found
 
 
-# --- the sides: each runs in its own processes ---
+def row(name: str, schedule: str, found: Seconds) -> list[str]:
+    """Medians over the rounds, and ratios, each the median of the rounds' own ratios with the middle half of them."""
+    ideal, busy = ([t * IDEAL for t in found[side]] for side in ("alone", "busy"))
+
+    def ratio(mine: list[float], others: list[float]) -> str:
+        each = sorted(a / b for a, b in zip(mine, others))
+        return f"{median(each):.3f} ({each[len(each) // 4]:.3f}-{each[-1 - len(each) // 4]:.3f})"
+
+    times = [f"{median(t) * 1e3:.1f}" for t in (found["ours"], found["theirs"], ideal)]
+    return [name, schedule, *times, ratio(found["ours"], found["theirs"]), *(ratio(found["ours"], i) for i in (ideal, busy))]
 
 
-def ours() -> Side:
-    import pipe
-
-    torch.set_num_threads(1)
-    engines: dict[tuple[str, str], tuple[pipe.Engine, Tensor, Tensor]] = {}
-
-    def side(turn: Turn) -> tuple[float, float]:
-        name, schedule, steps = turn
-        if (name, schedule) not in engines:
-            layers, split, x, y = make(name)
-            made = pipe.Engine(
-                layers, sgd, F.mse_loss_of if False else nn.MSELoss(), schedule=schedule, micro_batches=MICRO_BATCHES, split=split
-            )
-            engines[name, schedule] = made, x, y
-        engine, x, y = engines[name, schedule]
-        return timed(steps, lambda: engine.train_step(x, target=y), lambda: engine.optimizer_state_dict())
-
-    return side
+def table(rows: Sequence[Sequence[str]], markdown: bool) -> str:
+    head = ("model", "schedule", "ours ms", "torch ms", "ideal ms", "ours/torch", "ours/ideal", "ours/ideal, busy")
+    if markdown:
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in (head, *rows))
 
 
-def theirs() -> Side:
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.5, help="about how long one turn takes")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    with ExitStack() as stack:
+        link = {side: stack.enter_context(started(side)) for side in COMMANDS}
+        sides = {"ours": [link["ours"]], "theirs": [link["theirs"]], "alone": [link["alone"]], "busy": [link["alone"], link["alone too"]]}
+        for name in options.models:
+            for schedule in options.schedules:
+                rows.append(row(name, schedule, compare(sides, name, schedule, options.rounds, options.seconds)))
+    device = torch.cuda.get_device_name() if device_of(0).type == "cuda" else f"{len(os.sched_getaffinity(0))} cores, one thread a worker"
+    print(f"{WORKERS} workers, {MICRO_BATCHES} micro-batches, {device}, torch {torch.__version__}, {platform.platform()}")
+    print("medians; in brackets the middle half of the rounds", table(rows, options.markdown), sep="\n\n")
 
-    return lambda turn: (0.0, 0.0)
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Trains a small transformer to write Python, character by character, on the sources of Python's own library.
 
-    pipe-launch --stages 2 --schedule 1f1b examples/char_lm.py
+Run it with: pipe-launch --stages 2 --schedule 1f1b examples/char_lm.py
 """
 
 import argparse

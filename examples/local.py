@@ -1,9 +1,10 @@
 """Shows that cutting a model into stages changes no bit of its numbers. No launcher: the stages are threads of this process.
 
-    python examples/local.py
+Run it with: python examples/local.py
 """
 
 import copy
+import logging
 import sys
 
 import torch
@@ -36,7 +37,7 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
         for xs, ys in zip(x.tensor_split(MICRO_BATCHES), y.tensor_split(MICRO_BATCHES)):
             part = LOSS(model(xs), ys) * (len(xs) / len(x))
             part.backward()
-            loss += float(part)
+            loss += part.item()
         optimizer.step()
         losses.append(loss)
     return losses
@@ -52,6 +53,7 @@ def piped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, stages: int, sched
 
 
 def main() -> int:
+    logging.getLogger("pipe").setLevel(logging.WARNING)  # nothing of each engine's plan
     torch.set_num_threads(1)  # how a sum over many threads is grouped is another question
     model, x, y = make()
     reference = copy.deepcopy(model)

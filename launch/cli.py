@@ -104,7 +104,7 @@ def read(given: dict[str, Any]) -> JobSpec:
         raise UsageError(f"--nnodes is {nodes} without --node-rank; each host has its own, 0 to {nodes - 1}: give it")
     if given["max_restarts"] < 0:
         raise UsageError(f"--max-restarts is {given['max_restarts']}; it is at least 0")
-    options = {name: given[name] for name in ENGINE_OPTIONS if given[name] not in (None, False)}
+    options = {name: given[name] for name in ENGINE_OPTIONS if given[name] is not None and given[name] is not False}  # 0 is a value
     check_options(options)
     job = JobSpec(
         command=Command(

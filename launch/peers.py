@@ -12,6 +12,7 @@ from launch.report import Outcome
 
 _FAREWELL = 3.0  # seconds in which node 0 keeps the store open, for the others to read the end
 _POLL = 0.05
+_STRAGGLERS = 30.0  # seconds for the other hosts to end after this one, then it ends alone: a host may be lost without a word
 
 
 class Peers:
@@ -21,6 +22,7 @@ class Peers:
         self._store = store
         self._node = node
         self._nodes = nodes
+        self._done_at: float | None = None
 
     def fail(self, attempt: int, outcome: Outcome) -> None:
         """Tells that this host failed; the first of all counts."""
@@ -39,11 +41,12 @@ class Peers:
             return Outcome(1, "node 0's launcher is gone; this host cannot go on: see the output there")
 
     def done(self, attempt: int) -> bool:
-        """Tells that this host's workers have ended well; whether all have."""
+        """Tells that this host's workers have ended well; whether all have, or are waited for no longer."""
         if self._nodes == 1:
             return True
+        self._done_at = self._done_at or time.monotonic()
         self._try_set(f"done/{attempt}/{self._node}", "")
-        return self._all(f"done/{attempt}")
+        return self._all(f"done/{attempt}") or time.monotonic() > self._done_at + _STRAGGLERS
 
     def farewell(self) -> None:
         """Says that this host knows the end; node 0 waits for the others, since its store goes with it."""

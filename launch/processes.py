@@ -31,7 +31,7 @@ class Agent(LocalElasticAgent):
     """Torch elastic's agent, which also ends whole process groups and hears of the other hosts."""
 
     def __init__(self, spec: WorkerSpec, logs: Prefixed, runs: Sequence[WorkerRun], peers: Peers) -> None:
-        super().__init__(spec, logs)
+        super().__init__(spec, logs, exit_barrier_timeout=_GRACE)  # `Peers.done` has waited
         self.peers = peers
         self.outcome: Outcome | None = None  # why the job failed
         self._runs = runs

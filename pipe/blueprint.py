@@ -35,7 +35,7 @@ class Blueprint:
         """With modules of its own, for a worker in this process; what layers share stays shared."""
         assert not isinstance(self.layers, bytes)
         own = nn.ModuleList([layer for layer in self.layers if isinstance(layer, nn.Module)])
-        copies = iter(copy_module(own)._modules.values())  # in one go, and one by one where a layer stands twice
+        copies = iter([module for module in copy_module(own)._modules.values() if module is not None])  # in one go, and one by one where a layer stands twice
         return replace(self, layers=tuple(next(copies) if isinstance(layer, nn.Module) else layer for layer in self.layers))
 
     def pickled(self) -> Blueprint:

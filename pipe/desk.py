@@ -11,7 +11,8 @@ from typing import Any
 from pipe.errors import Aborted, Failure, PeerLost, StageError, TransportTimeout
 
 _TICK = 0.25  # seconds between two looks at workers that have not answered
-_BETTER = 2.0  # seconds that a lost peer or a time-out waits for the failure that caused it
+_BETTER = 2.0  # seconds that a consequence waits for its cause
+_FOLLOWING = (PeerLost.__name__, TransportTimeout.__name__, Aborted.__name__)  # consequences, the most telling first
 
 
 @dataclass
@@ -20,6 +21,11 @@ class _Out:
     early: dict[int, Any] = field(default_factory=dict)
     done: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def cause(self) -> Failure | None:
+        """The first failure that is not the consequence of another."""
+        return next((failure for failure in self.failures if _name(failure) not in _FOLLOWING), None)
 
     @property
     def silent(self) -> set[int]:
@@ -69,41 +75,27 @@ class Desk:
         Raises:
             StageError: the first failure.
         """
-        try:
-            return self._wait(ticket, lambda out: set(out.workers) == set(out.done)).done
-        finally:
-            with self._changed:
-                self._out.pop(ticket, None)
+        found = self._wait(ticket, lambda out: set(out.workers) == set(out.done)).done
+        with self._changed:
+            del self._out[ticket]
+        return found
 
     def _wait(self, ticket: int, ready: Callable[[_Out], bool]) -> _Out:
         out = self._out[ticket]
+        end = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: ready(out) or bool(out.failures), _TICK)
-                if out.failures:
-                    break
-                if ready(out):
+                self._changed.wait_for(lambda: ready(out) or out.cause is not None, _TICK)
+                if not out.failures and ready(out):
                     return out
+                end = end or (time.monotonic() + _BETTER if out.failures else None)
+                if out.failures and (out.cause or not out.silent or time.monotonic() > (end or 0.0)):
+                    del self._out[ticket]
+                    raise StageError(out.cause or min(out.failures, key=lambda failure: _FOLLOWING.index(_name(failure))))
             found = self.watch(out.silent)  # asks the workers: never under the lock
             if found is not None:
                 self.answer(ticket, found.worker, "failed", found)
-        raise StageError(self._first(out))
-
-    def _first(self, out: _Out) -> Failure:
-        """The failure that caused the others: an own error rather than a lost peer, and that rather than an abort."""
-        end = time.monotonic() + _BETTER
-        with self._changed:
-            while True:
-                best = min(out.failures, key=_rank)
-                left = end - time.monotonic()
-                if _rank(best) == 0 or left <= 0 or not out.silent:
-                    return best
-                self._changed.wait(left)
 
 
-def _rank(failure: Failure) -> int:
-    name = failure.kind.rpartition(".")[2]
-    return (Aborted.__name__, TransportTimeout.__name__, PeerLost.__name__).index(name) + 1 if name in _FOLLOWING else 0
-
-
-_FOLLOWING = (Aborted.__name__, TransportTimeout.__name__, PeerLost.__name__)
+def _name(failure: Failure) -> str:
+    return failure.kind.rpartition(".")[2]

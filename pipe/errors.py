@@ -80,7 +80,8 @@ class StageError(PipeError):
     """A stage raised. `failure` says where and what; the text ends with the remote traceback."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(f"{failure}\n\n--- traceback on worker {failure.worker} ---\n{failure.traceback}".rstrip())
+        remote = f"\n\n--- traceback on worker {failure.worker} ---\n{failure.traceback}" if failure.traceback else ""
+        super().__init__(f"{failure}{remote}".rstrip())
         self.failure = failure
         self.stage = failure.stage
         self.worker = failure.worker

@@ -228,11 +228,15 @@ def _store(rank: int, world_size: int, timeout: float) -> Store:
 
 def _init_rpc(name: str, rank: int, world_size: int, timeout: float) -> None:
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=_RPC_THREADS, rpc_timeout=timeout)
-    with warnings.catch_warnings():  # init_rpc warns of the way in which it uses a process group itself
-        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-        rpc.init_rpc(  # type: ignore[no-untyped-call]
-            name, rank=rank, world_size=world_size, rpc_backend_options=options
-        )
+    try:
+        with warnings.catch_warnings():  # init_rpc warns of the way in which it uses a process group itself
+            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+            rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise PipeError(
+            f"RPC did not begin ({str(error).splitlines()[0]}); all workers connect to all: "
+            f"see whether one has ended, and that TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name an interface which the others reach"
+        ) from None
 
 
 def _clock_of_rank_0() -> float:

@@ -37,7 +37,7 @@ _SILENT = frozenset(
 _DROPOUTS = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout})
 _RECURRENT = frozenset({nn.RNN, nn.LSTM, nn.GRU})
 _TRANSFORMER_LAYERS = frozenset({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
-_NAMED = frozenset(  # by name, so that torchvision need not be imported
+_NAMED = {"pipe.partition.sequence.Chain"} | frozenset(  # by name, so that they need not be imported
     f"torchvision.{name}"
     for name in (
         *("models.resnet.ResNet", "models.resnet.BasicBlock", "models.resnet.Bottleneck", "models.vgg.VGG", "models.alexnet.AlexNet"),

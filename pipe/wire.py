@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
+from pipe import pickler
 from pipe.boundary import Boundary, Inbox, check_device_copy, enter_boundary
 from pipe.errors import PlanError
 from pipe.strides import Geometry, copy, is_sendable, nbytes, restore, ship
@@ -144,7 +144,7 @@ def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
     )
 
 
-class _Frame(cloudpickle.Pickler):  # type: ignore[misc]
+class _Frame(pickler.Pickler):
     """Pickles a structure by value where need be (classes of `__main__`), and puts numbers in the tensors' places."""
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -24,7 +24,7 @@ from pipe.blueprint import Build, Built
 from pipe.boundary import check_device_copy
 from pipe.clock import WallClock
 from pipe.copying import load_module
-from pipe.errors import Aborted, Failure, StageError
+from pipe.errors import Aborted, Failure, PipeError, StageError
 from pipe.loop import run_order
 from pipe.memory import PeakMemory
 from pipe.optimizer import apply_groups, state_on
@@ -232,7 +232,7 @@ class Worker:
             pid=os.getpid(),
             kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
             message=_text(error),
-            traceback=_users_traceback(error),
+            traceback="" if isinstance(error, PipeError) else _users_traceback(error),
             stage=action.stage if action else None,
             micro_batch=action.micro_batch if action else None,
         )

@@ -134,6 +134,6 @@ class RpcTransport(Transport):
                 f"a message takes no longer than the time-out: look at the link, or give more time with --timeout SECONDS (0: for ever)"
             )
         raise PeerLost(
-            f"worker {worker} (host {member.host}, pid {member.pid}) is gone: {str(error).splitlines()[0]}; "
+            f"worker {worker} (host {member.host}, pid {member.pid}) is gone: {str(error).splitlines()[0].partition(' (this error')[0]}; "
             f"a step needs all its workers: see what that process printed, then start again"
         )

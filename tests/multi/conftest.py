@@ -113,9 +113,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts `python -m launch OPTIONS script.py ARGUMENTS` in a new folder, with that text as the script."""
     runs: list[Run] = []
 
-    def begin(*options: str, script: str = "", arguments: Sequence[str] = (), **how: object) -> Run:
+    def begin(*options: str, script: str = "", target: str = "script.py", arguments: Sequence[str] = (), **how: object) -> Run:
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        runs.append(Run([*options, "script.py", *arguments], tmp_path, **how))  # type: ignore[arg-type]
+        runs.append(Run([*options, target, *arguments], tmp_path, **how))  # type: ignore[arg-type]
         return runs[-1]
 
     yield begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -23,14 +24,11 @@ def test_main_is_still_the_script_when_python_ends(launch):
     assert (run.code, run.out, run.err) == (0, "7 7\n", "")
 
 
-def test_module(start, tmp_path):
+def test_module(launch, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "other.py").write_text("name = 'other'\n")
     (tmp_path / "package" / "__main__.py").write_text("import sys\nfrom .other import name\nprint(name, __name__, sys.argv[1:])\n")
-    start_arguments = ["-m", "package", "--flag"]
-    from conftest import Run
-
-    run = Run(start_arguments, tmp_path).wait()
+    run = launch("-m", target="package", arguments=["--flag"])
     assert (run.code, run.out, run.err) == (0, "other __main__ ['--flag']\n", "")
 
 
@@ -82,8 +80,12 @@ def test_one_host_listens_only_on_the_loopback(launch):
 
 
 def test_two_launchers_at_once_never_meet(start):
-    script = SESSION + "print(session.world_size, sys.argv[1], flush=True)\nopen(sys.argv[1], 'w')\nother = sys.argv[2]\n" + (
-        "while not os.path.exists(other): time.sleep(0.05)\n"  # both run at the same time
+    script = (
+        SESSION
+        + "print(session.world_size, sys.argv[1], flush=True)\nopen(sys.argv[1], 'w')\nother = sys.argv[2]\n"
+        + (
+            "while not os.path.exists(other): time.sleep(0.05)\n"  # both run at the same time
+        )
     )
     runs = [start("--stages", "2", script=script, arguments=names) for names in (["a", "b"], ["b", "a"])]
     ends = [run.wait() for run in runs]
@@ -93,8 +95,6 @@ def test_two_launchers_at_once_never_meet(start):
 @pytest.mark.netns
 def test_host_name_that_does_not_resolve(launch, tmp_path):
     """CASES C92, in an own UTS namespace; skipped where none can be made."""
-    import subprocess
-
     prefix = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("no UTS namespace can be made here: it needs root and unshare")

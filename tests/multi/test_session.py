@@ -124,6 +124,19 @@ def test_who_does_not_come_is_named() -> None:
         started[0].ask(_join, 0, 3, b"x", 0.2).result(WAIT)
 
 
+def _end_instead_of_joining() -> None:
+    with mock.patch.object(session, "_init_rpc", lambda *_: os._exit(3)):
+        _join(1, 2)
+
+
+def test_who_ends_while_joining_is_an_error_of_one_line_for_the_others() -> None:
+    with processes(2) as started:
+        waiting = started[0].ask(_join, 0, 2, b"of the job", 2.0)
+        started[1].ask(_end_instead_of_joining)
+        with pytest.raises(PipeError, match=r"^RPC did not begin \(.*\); all workers connect to all: see whether one has ended"):
+            waiting.result(WAIT)
+
+
 class Evil:
     """Makes a file where it is unpickled."""
 
@@ -287,11 +300,11 @@ from pipe import session
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 here = session.join(rank, 3, secret=b"x")
 if how == "killed" and rank == 1:
+    while not all(here.call(other, session.current).wait() for other in (0, 2)):
+        pass  # it dies when all have joined
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == 0:
-    try:
-        here.call(1, os.getpid).wait()
-    except RuntimeError:
+    while how == "killed" and session.failure(here.call(1, session.alive)) is None:
         pass
     here.leave(graceful=how != "failed" and how != "killed")
     sys.exit(0 if how == "well" else 1)

@@ -20,7 +20,7 @@ ROWS = (
     "errors action",
     "chart schedules trace simulator clock report placement partition partition.balance",
     "partition.spec partition.sequence partition.measure",
-    "ambient batch_norm boundary copying loss memory merging micro_batch model opaque optimizer rng silent strides wire",
+    "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler rng silent strides wire",
     "signing members session transport",
     "assembly blueprint crew desk loop options plan replicas stage update worker",
     "controller engine fit logs",

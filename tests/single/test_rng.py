@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from pipe.partition.sequence import Chain
 from pipe.rng import Streams, draws, watch
 
 torch.set_num_threads(1)
@@ -375,3 +376,8 @@ def test_cannot_draw(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWING)
 def test_may_draw(name: str) -> None:
     assert draws(DRAWING[name]())
+
+
+def test_a_stages_own_container_is_known() -> None:
+    assert not draws(Chain([nn.Linear(1, 1)], ["0"]))
+    assert draws(Chain([nn.Dropout(0.5)], ["0"]))
