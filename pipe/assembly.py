@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from pipe import session
 from pipe.blueprint import Blueprint, Build, Built, Seat
-from pipe.copying import copy_module, dump_module
+from pipe.copying import by_value, copy_module, dump_module
 from pipe.crew import Crew, LocalCrew, RpcCrew
 from pipe.desk import Desk
 from pipe.errors import PlanError, StageError
@@ -122,6 +124,7 @@ class Assembly:
         for w in sorted(holders):
             remote = w > 0 and self._options.world is not None
             if remote and pickled is None:
+                _send_script()
                 pickled = blueprint.pickled()
             last = s == self.plan.stages - 1
             loss_fn = None if not last else dump_module(self._loss_fn) if remote else self._loss_fn
@@ -259,6 +262,13 @@ class Assembly:
         names, _ = self._model.stage(s, self.plan.split)
         count = _parameters([m for m in (self._model.whole._modules[name] for name in names) if m is not None])
         return (f"layers {names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else f"layer {names[0]}") + f", {count:,} parameters"
+
+
+def _send_script() -> None:
+    """Where a host lacks the script's folder, what its modules define goes by value."""
+    job, script = session.current(), getattr(sys.modules["__main__"], "__file__", None)
+    if job is not None and script is not None and not all(member.has_script for member in job.members):
+        by_value(Path(script).parent)
 
 
 def _takes_of(model: Model, s: int, split: Sequence[int]) -> frozenset[str] | None:

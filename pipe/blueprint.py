@@ -35,12 +35,13 @@ class Blueprint:
         """With modules of its own, for a worker in this process; what layers share stays shared."""
         assert not isinstance(self.layers, bytes)
         own = nn.ModuleList([layer for layer in self.layers if isinstance(layer, nn.Module)])
-        copies = iter([module for module in copy_module(own)._modules.values() if module is not None])  # in one go, and one by one where a layer stands twice
+        copied = copy_module(own)._modules.values()  # all at once; a layer that stands twice is there twice
+        copies = iter([module for module in copied if module is not None])
         return replace(self, layers=tuple(next(copies) if isinstance(layer, nn.Module) else layer for layer in self.layers))
 
     def pickled(self) -> Blueprint:
         """As bytes, for a worker in another process."""
-        return replace(self, layers=dump_module(self.layers))
+        return replace(self, layers=dump_module(self.layers, self.names))
 
     def build(self) -> tuple[nn.Module, torch.Tensor]:
         """The stage's module, and the generator's state after it."""

@@ -5,6 +5,7 @@ No torch here: it is tested with numbers for tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -57,7 +58,7 @@ def run_order(
         marks.append((action, start, clock.mark()))
         for taker in schedule.feeds(action):
             if schedule.home[taker] == worker:
-                made[action] = result
+                made[action] = copy.deepcopy(result)  # as a transport gives it: what the taker writes in place, the maker does not see
             else:
                 transport.send(schedule.home[taker], action, result)
     transport.finish()

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipe.copying import copy_module
 from pipe.errors import PlanError
+from pipe.silent import draws
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -41,11 +43,16 @@ def _own_loss(output: Any) -> Any:
     return output
 
 
+def loss_draws(loss_fn: LossFn | None) -> bool:
+    """Whether it may draw random numbers; False only where that is sure."""
+    if loss_fn is None or str(getattr(loss_fn, "__module__", "")).startswith("torch.nn.functional"):
+        return False
+    return draws(loss_fn) if isinstance(loss_fn, torch.nn.Module) else True
+
+
 def on_device(loss_fn: LossFn | None, device: torch.device) -> LossFn | None:
     """The loss function with its own tensors (class weights, say) on the last stage's device; a module is copied."""
     if isinstance(loss_fn, torch.nn.Module):
-        from pipe.copying import copy_module
-
         copied: LossFn = copy_module(loss_fn).to(device)
         return copied
     return loss_fn

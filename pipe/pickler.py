@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
@@ -13,7 +13,7 @@ from cloudpickle import cloudpickle as internals
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's, which names every piece of code "<dynamic-code>"; a user wants the file and line where a stage raised."""
 
-    dispatch_table = ChainMap({CodeType: lambda code: _with_file(code)}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: lambda code: _with_file(code)}, cloudpickle.Pickler.dispatch_table)
 
 
 def _with_file(code: CodeType) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ def watch(module: nn.Module, prefix: str = "") -> None:
     for name, each in module.named_modules(remove_duplicate=False):
         path = ".".join(part for part in (prefix, name) if part)
         known = _paths.get(each, ())
-        if path not in known:
+        if path and path not in known:  # the root itself is what `Streams.at` says
             _paths[each] = (*known, path)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rpc import constants
 from torch.futures import Future
 
 from pipe import signing
@@ -228,6 +229,7 @@ def _store(rank: int, world_size: int, timeout: float) -> Store:
 
 def _init_rpc(name: str, rank: int, world_size: int, timeout: float) -> None:
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=_RPC_THREADS, rpc_timeout=timeout)
+    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)  # half an hour, else, when one ends while joining
     try:
         with warnings.catch_warnings():  # init_rpc warns of the way in which it uses a process group itself
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)

@@ -9,7 +9,7 @@ It knows nothing of neighbours, schedules or transports.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
 from pipe.boundary import Inbox, enter_boundary
 from pipe.errors import PipeError
-from pipe.loss import LossFn, loss_of, on_device
+from pipe.loss import LossFn, loss_draws, loss_of, on_device
+from pipe.partition.sequence import Chain
 from pipe.wire import Message
 
 
@@ -73,7 +74,8 @@ class Stage:
         self.on_losses: Callable[[dict[int, float]], None] = lambda losses: None
         self.outputs: dict[int, Any] = {}
         self._statistics = PooledStatistics(module)
-        self._draws = rng.draws(module) or (isinstance(self.loss_fn, nn.Module) and rng.draws(self.loss_fn))
+        self._draws = rng.draws(module)
+        self._loss_draws = last and loss_draws(self.loss_fn)
         if self._draws:
             rng.watch(module)
         self._run = Run("predict", {}, 0, 0)
@@ -117,8 +119,10 @@ class Stage:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._run.trains))
             stack.enter_context(self._run.ambient.forward(self.device.type))
-            if saved.streams is not None:
+            if saved.streams is not None and self._draws:
                 stack.enter_context(saved.streams)
+                if isinstance(self.module, Chain):
+                    self.module.at = saved.streams.at
             args = _on(feed.args, self.device) if arg is None else (self._enter(arg, saved),)
             output = self.module(*args, **_on(dict(feed.kwargs), self.device))
             if self.last:
@@ -170,7 +174,8 @@ class Stage:
         if self._run.kind == "predict":
             self.outputs[micro_batch] = output
             return
-        loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
+        with saved.streams if saved.streams is not None and self._loss_draws and not self._draws else nullcontext():
+            loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
         if self._run.trains:
             saved.roots = [loss]
             self._saved[micro_batch] = saved
@@ -179,7 +184,7 @@ class Stage:
             self.on_losses({m: float(value) for m, value in self._losses.items()})
 
     def _streams(self, micro_batch: int) -> rng.Streams | None:
-        if not self._draws:
+        if not (self._draws or self._loss_draws):
             return None
         return rng.Streams(self._run.seed, self._run.call, micro_batch)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from numbers import Integral
@@ -220,6 +221,7 @@ class Chain(nn.Module):
         super().__init__()
         self._modules.update(zip(names, layers))  # not add_module: a layer may be called like an attribute of this class
         self._takes = keywords(layers, names, first=first)
+        self.at: Callable[[str], AbstractContextManager[None]] | None = None  # surrounds each layer's call; given its name
 
     @property
     def keywords(self) -> frozenset[str] | None:
@@ -233,5 +235,6 @@ class Chain(nn.Module):
         value: tuple[Any, ...] = args
         for name, layer in self._modules.items():
             if layer is not None:
-                value = (layer(*value, **self._takes[name].pick(kwargs)),)
+                with nullcontext() if self.at is None else self.at(name):
+                    value = (layer(*value, **self._takes[name].pick(kwargs)),)
         return value[0]

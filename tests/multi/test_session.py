@@ -125,13 +125,15 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def _end_instead_of_joining() -> None:
-    with mock.patch.object(session, "_init_rpc", lambda *_: os._exit(3)):
+    with mock.patch.object(session, "_init_rpc", side_effect=lambda *_: os._exit(3)):
         _join(1, 2)
 
 
 def test_who_ends_while_joining_is_an_error_of_one_line_for_the_others() -> None:
     with processes(2) as started:
-        waiting = started[0].ask(_join, 0, 2, b"of the job", 2.0)
+        for process in started:
+            process.ask(hear, "").result(WAIT)  # now it has imported all
+        waiting = started[0].ask(_join, 0, 2, b"of the job", 5.0)
         started[1].ask(_end_instead_of_joining)
         with pytest.raises(PipeError, match=r"^RPC did not begin \(.*\); all workers connect to all: see whether one has ended"):
             waiting.result(WAIT)

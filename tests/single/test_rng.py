@@ -381,3 +381,21 @@ def test_may_draw(name: str) -> None:
 def test_a_stages_own_container_is_known() -> None:
     assert not draws(Chain([nn.Linear(1, 1)], ["0"]))
     assert draws(Chain([nn.Dropout(0.5)], ["0"]))
+
+
+def test_one_layer_twice_in_the_root_draws_by_its_place() -> None:
+    drop = nn.Dropout(0.5)
+    chain = Chain([drop, nn.Identity(), drop], ["1", "2", "3"])
+    watch(chain)
+
+    class Root(nn.Module):
+        def forward(self, streams: Streams) -> None:
+            for name, layer in chain._modules.items():
+                with streams.at(name):
+                    layer(torch.ones(2))
+
+    root = Root()
+    watch(root)
+    with Streams(0, 0, 0) as streams:
+        root(streams)
+    assert streams._drawn == {"1": 0, "3": 0}
