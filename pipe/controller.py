@@ -289,7 +289,7 @@ class Controller:
         trace = Trace(
             events=tuple(event for w in workers for event in done[w].events),
             workers=len(workers),
-            clock="wall",
+            clock=done[workers[0]].clock,
             plan=self.assembly.plan_facts(),
             step=self._step,
             peak_bytes=tuple(done[w].peak_bytes for w in workers),

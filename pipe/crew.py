@@ -132,7 +132,10 @@ def serve_worker(engine: str, index: int, ranks: tuple[int, ...], timeout: float
     transport = RpcTransport(session, address, index, dict(enumerate(ranks)), timeout)
 
     def answer(ticket: int, kind: str, value: Any) -> None:
-        session.call(0, answer_at, engine, ticket, index, kind, wire.pack(value))
+        message = wire.pack(value)
+        if message.ready is not None:
+            message.ready.synchronize()
+        session.call(0, answer_at, engine, ticket, index, kind, message)
 
     worker = _workers[address] = Worker(index, transport, answer)
     torch.set_num_threads(threads)

@@ -104,6 +104,7 @@ class Engine:
             job,
             {
                 "stages": stages,
+                "stages_per_worker": stages_per_worker,
                 "replicas": replicas,
                 "micro_batches": micro_batches,
                 "schedule": schedule,
@@ -114,7 +115,7 @@ class Engine:
             },
         )
         self._model = Model(model)
-        wish = Wish(options.stages, stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
+        wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
         plan = decide(wish, layers=layers, why_uncut=self._model.why_uncut, world=options.world)
         settings = Settings(

@@ -17,20 +17,20 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def begin(self) -> None:
         """Starts over."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         else:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, nothing else
 
     def peak(self) -> int:
         """Bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
         return _proc("/proc/self/status", "VmHWM:")
 
 

@@ -20,6 +20,7 @@ class Options:
 
     world: int | None
     stages: int | None = None
+    stages_per_worker: int | None = None
     replicas: int | None = None
     micro_batches: int | None = None
     schedule: Any = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from pipe import pickler
 from pipe.boundary import Boundary, Inbox, check_device_copy, enter_boundary
 from pipe.errors import PlanError
+from pipe.side_stream import arriving, leaving
 from pipe.strides import Geometry, copy, is_sendable, nbytes, restore, ship
 
 __all__ = [
@@ -44,13 +45,15 @@ class Message:
     """Plain data for a transport: `tensors` lie in host memory, all else can be pickled by any pickler.
 
     `frame` is the structure with numbers in the tensors' places; None: one tensor alone, or a list of gradients.
-    A geometry of None: the tensor is as it should be, and starts at a multiple of 16 bytes.
+    A geometry of None: the tensor is as it should be, and starts at a multiple of 16 bytes. `ready`: None, or what to wait for
+    before the tensors hold their values, since a copy from a GPU may be under way; see transport/deferred.py.
     """
 
     frame: bytes | None
     tensors: tuple[Tensor | None, ...]
     needs_grad: tuple[bool, ...]
     geometry: tuple[Geometry | None, ...]
+    ready: Ready | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +67,18 @@ class Message:
 
     def __reduce__(self) -> tuple[type[Message], tuple[Any, ...]]:
         return Message, (self.frame, self.tensors, self.needs_grad, self.geometry)
+
+
+class Ready:
+    """Copies to the host that are under way."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        """Waits until all are done."""
+        for event in self._events:
+            event.synchronize()
 
 
 def pack(value: Any) -> Message:
@@ -85,12 +100,8 @@ def unpack(message: Message, device: torch.device | str, enter: Callable[[Tensor
 
     The message is used up: the value may share its memory.
     """
-    device = torch.device(device)
-    entered = [
-        enter(restore(t, geometry, device), needs_grad)
-        for t, geometry, needs_grad in zip(message.tensors, message.geometry, message.needs_grad)
-        if t is not None
-    ]
+    restored = [t for t in unpack_list(message, device) if t is not None]
+    entered = [enter(t, needs_grad) for t, needs_grad in zip(restored, message.needs_grad)]
     return entered[0] if message.frame is None else _Unframe(message.frame, entered).load()
 
 
@@ -99,15 +110,20 @@ def pack_list(tensors: Sequence[Tensor | None]) -> Message:
 
     They are copied always: autograd may have put the same memory into the `.grad` of a weight, which the next micro-batch adds to.
     """
-    sent = [(None, None) if t is None else ship(t.detach()) for t in tensors]
-    _wait_for_copies(tensors)
-    return Message(None, tuple(t for t, _ in sent), (False,) * len(sent), tuple(geometry for _, geometry in sent))
+    with leaving(t for t in tensors if t is not None) as events:
+        sent = [(None, None) if t is None else ship(t.detach()) for t in tensors]
+    ready = Ready(events) if events else None
+    return Message(None, tuple(t for t, _ in sent), (False,) * len(sent), tuple(geometry for _, geometry in sent), ready)
 
 
 def unpack_list(message: Message, device: torch.device | str) -> list[Tensor | None]:
     """What `pack_list` was given, on `device`."""
     device = torch.device(device)
-    return [None if t is None else restore(t, geometry, device) for t, geometry in zip(message.tensors, message.geometry)]
+    come: list[Tensor] = []
+    with arriving(device, come):
+        restored = [None if t is None else restore(t, geometry, device) for t, geometry in zip(message.tensors, message.geometry)]
+        come += [t for t in restored if t is not None]
+    return restored
 
 
 def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
@@ -137,11 +153,11 @@ def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
     grad = torch.is_grad_enabled()
     if frame is None and is_sendable(tensors[0]):  # the fast path
         return Message(None, (tensors[0].detach(),), (grad,), (None,))
-    sent = [(t.detach(), None) if is_sendable(t) else ship(t.detach()) for t in tensors]
-    _wait_for_copies(tensors)
-    return Message(
-        frame, tuple(t for t, _ in sent), tuple(grad and t.requires_grad for t in tensors), tuple(geometry for _, geometry in sent)
-    )
+    with leaving(tensors) as events:
+        sent = [(t.detach(), None) if is_sendable(t) else ship(t.detach()) for t in tensors]
+    needs_grad = tuple(grad and t.requires_grad for t in tensors)
+    ready = Ready(events) if events else None
+    return Message(frame, tuple(t for t, _ in sent), needs_grad, tuple(geometry for _, geometry in sent), ready)
 
 
 class _Frame(pickler.Pickler):
@@ -181,8 +197,3 @@ class _Unframe(pickle.Unpickler):
         number, kind = pid
         same: Tensor = self._tensors[number].as_subclass(kind)
         return same
-
-
-def _wait_for_copies(tensors: Sequence[Tensor | None]) -> None:
-    for device in {t.device for t in tensors if t is not None and t.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()

@@ -22,7 +22,8 @@ from torch import Tensor
 from pipe.action import Action, Op, Schedule
 from pipe.blueprint import Build, Built
 from pipe.boundary import check_device_copy
-from pipe.clock import WallClock
+from pipe.clock import Clock, WallClock
+from pipe.clock_cuda import CudaClock
 from pipe.copying import load_module
 from pipe.errors import Aborted, Failure, PipeError, StageError
 from pipe.loop import run_order
@@ -32,6 +33,7 @@ from pipe.plan import Plan
 from pipe.replicas import Replicas
 from pipe.stage import Run, Stage
 from pipe.trace import Event
+from pipe.transport.deferred import Deferred
 from pipe.transport.protocol import Transport
 from pipe.update import Update, agree_and_step, clip
 
@@ -56,6 +58,7 @@ class Step:
 class Done:
     """What a worker tells at the end of a pass."""
 
+    clock: str
     events: tuple[Event, ...]
     sent_bytes: int
     peak_bytes: int
@@ -89,6 +92,9 @@ class Worker:
         """Builds its stages on the device, and its part of the optimizer."""
         device = order.seat.device()
         check_device_copy(device)
+        if device != "cpu":
+            torch.cuda.set_device(device)  # of this thread
+            self.transport = Deferred(self.transport)
         self._names = order.names
         self._memory = PeakMemory(torch.device(device))
         loss_fn = load_module(order.loss_fn) if isinstance(order.loss_fn, bytes) else order.loss_fn
@@ -111,7 +117,7 @@ class Worker:
         schedule = self.plan.order(order.pieces)
         schedule = schedule if order.kind == "train" else schedule.forwards()
         self.transport.begin(order.number, schedule)
-        clock = WallClock(order.began)
+        clock = self._clock(order.began)
         try:
             with ExitStack() as stack:
                 self._memory.begin()
@@ -135,7 +141,7 @@ class Worker:
             if order.kind == "train":
                 self.zero_grad(None, early)  # half a gradient is worse than none
             raise
-        return Done(tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs)
+        return Done(clock.name, tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs)
 
     def optimizer_step(self, order: tuple[int, Update], early: Early) -> None:
         """Takes over the front's groups and steps; all workers or none."""
@@ -193,7 +199,11 @@ class Worker:
                 if name in state and id(parameter) in held:
                     self._optimizer.state[parameter] = state_on(state[name], parameter)
 
-    def _update(self, update: Update | None, clock: WallClock) -> list[Event]:
+    def _clock(self, began: float) -> Clock:
+        device = self._memory.device
+        return CudaClock(began, device) if device.type == "cuda" else WallClock(began)
+
+    def _update(self, update: Update | None, clock: Clock) -> list[Event]:
         if update is None:
             return []
         start = clock.mark()
