@@ -13,24 +13,22 @@ from pipe.action import Schedule
 from pipe.transport.protocol import Transport
 
 
-class Deferred:
+class Deferred(Transport):
     """A transport whose messages may have a `ready` with `synchronize()`, a CUDA event: they are sent, in order, once it returns."""
 
     def __init__(self, below: Transport) -> None:
+        self.sent_bytes = 0
         self._below = below
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipe sender")
         self._waiting: list[Future[None]] = []
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that were sent since `begin`."""
-        return self._below.sent_bytes
-
     def begin(self, step: int, schedule: Schedule) -> None:
         self._waiting = []
+        self.sent_bytes = 0
         self._below.begin(step, schedule)
 
     def send(self, worker: int, made_by: Hashable, tensors: Any) -> None:
+        self.sent_bytes += getattr(tensors, "nbytes", 0)
         if self._waiting or getattr(tensors, "ready", None) is not None:  # in order behind the first that waits
             self._waiting.append(self._thread.submit(self._send, worker, made_by, tensors))
         else:

@@ -15,9 +15,7 @@ from pipe.action import Schedule
 class Transport(Protocol):
     """One worker's end of the links to all others. Used by one thread, but for `abort`."""
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent since `begin`, of messages that have `nbytes`."""
+    sent_bytes: int  # since `begin`, of messages that have `nbytes`
 
     def begin(self, step: int, schedule: Schedule) -> None:
         """Begins a step, with a higher number than the last; drops what is left of older ones. Some of this step may have come."""

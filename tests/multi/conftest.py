@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 MARK = "PIPE_TEST_RUN"  # in the environment of every process of a run, so that each can be found
-LIMIT = 60.0  # seconds for a run
+LIMIT = 100.0  # seconds for a run
 LEFT = 10.0  # seconds for its last process to be gone
 
 
