@@ -31,6 +31,6 @@ class CudaClock:
         return self._anchor_seconds + milliseconds / 1e3
 
     def _record(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

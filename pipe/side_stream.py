@@ -51,5 +51,5 @@ def arriving(device: torch.device, come: list[Tensor]) -> Iterator[None]:
 
 def _side(device: torch.device) -> Any:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
