@@ -121,7 +121,7 @@ class Theirs:
         self.dist.barrier()
 
     def loss(self, last: list[Tensor]) -> float:
-        found = [sum(map(float, last)) / MICRO_BATCHES]
+        found = [sum(loss.item() for loss in last) / MICRO_BATCHES]
         self.dist.broadcast_object_list(found, src=WORKERS - 1, device=torch.device("cpu"))
         return found[0]
 

@@ -89,6 +89,7 @@ class Controller:
         self._pending: _Pending | None = None
         self._last: tuple[Trace, int] | None = None  # and rows
         self._said: set[str] = set()
+        self._trainable: dict[str, bool] = {}
 
     def train(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], *, zero: bool, update: Update | None) -> float:
         """The loss of a training step, as soon as it is known.
@@ -204,6 +205,7 @@ class Controller:
             return
         self.assembly.build(self.shell(), self._example or batch, self._settings.batch_dim)
         self._planned = self.assembly.plan
+        self._trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
         self._model.warn_when_used(lambda: self.stale)  # from now on, so that stages are copied without the warning
         if self.training is not None:
             self.ask("mode", self.training)
@@ -238,6 +240,7 @@ class Controller:
         if lost := self._model.lost_keywords(kwargs):
             raise PlanError(lost)
         self.ready((args, kwargs))
+        self._follow_freezing()
         pieces = self._planned.micro_batches * self._planned.replicas
         batch = cut(args, kwargs, target, pieces=pieces, batch_dim=self._settings.batch_dim, names=self._model.forward_names)
         if kind == "train" and batch.needs_grad:
@@ -256,6 +259,13 @@ class Controller:
             step = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
             self.assembly.crew.tell(w, ticket, "step", step)
         return batch, ticket
+
+    def _follow_freezing(self) -> None:
+        """What the user froze or unfroze in the model since, the stages freeze, too."""
+        trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
+        if trainable != self._trainable:
+            self.ask("freeze", trainable)
+            self._trainable = trainable
 
     def _shares(self, batch: Batch) -> list[float]:
         """Each micro-batch's share of the loss: n_m / n by rows, or by `loss_weight`; 1 where losses are summed."""

@@ -70,10 +70,11 @@ def state_on(kept: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]
     return placed
 
 
-def apply_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Takes over lr, momentum and the rest from the front's groups, in their order."""
+def apply_groups(optimizer: torch.optim.Optimizer, groups: Groups, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Takes over the front's groups: lr, momentum and the rest, and which parameters they hold, since groups may be added."""
+    optimizer.param_groups += [{} for _ in range(len(groups) - len(optimizer.param_groups))]
     for own, front in zip(optimizer.param_groups, groups):
-        own.update({key: value for key, value in front.items() if key not in ("params", "param_names")})
+        own.update({**front, "params": [parameters[name] for name in front["params"] if name in parameters]})
 
 
 def norms(parameters: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:

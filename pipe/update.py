@@ -27,7 +27,7 @@ Parameters = Mapping[str, nn.Parameter]
 class Update:
     """What the optimizer's step needs from the controller: the front's groups, and the norm to clip to, if any."""
 
-    groups: Groups | None
+    groups: Groups
     max_norm: float | None = None
 
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,6 @@ class Worker:
         self.doing: tuple[str, float] | None = None  # what, and since when by time.monotonic
         self._answer = answer
         self._stages: dict[int, Stage] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
 
     def obey(self, ticket: int, name: str, payload: Any) -> None:
         """Does a command and answers it, with a Failure if it raised."""
@@ -102,8 +101,8 @@ class Worker:
             module, state = blueprint.build()
             self._stages[index] = Stage(index, module, device, last=index == order.plan.stages - 1, loss_fn=loss_fn)
         self._parameters = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters()}
-        if order.shell is not None:
-            self._optimizer = order.shell.build(self._parameters)
+        self._shell = order.shell
+        self._optimizer = order.shell.build(self._parameters) if order.shell is not None else None
         return Built(socket.gethostname(), device, state)
 
     def join(self, plan: Plan, early: Early) -> None:
@@ -162,6 +161,11 @@ class Worker:
             parameter.grad = None
         self._replicas.forget()
 
+    def freeze(self, trainable: Mapping[str, bool], early: Early) -> None:
+        """Sets which parameters require a gradient, by full name."""
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(trainable[name])
+
     def mode(self, training: bool, early: Early) -> None:
         """Train or eval mode on every module."""
         for stage in self._stages.values():
@@ -213,8 +217,10 @@ class Worker:
 
     def _agree(self, update: Update) -> None:
         self._replicas.reduce(self._parameters)
-        if self._optimizer is not None and update.groups is not None:
-            apply_groups(self._optimizer, update.groups)
+        if self._optimizer is not None:
+            apply_groups(self._optimizer, update.groups, self._parameters)
+        elif self._shell is not None:  # it held no parameter of this worker so far
+            self._optimizer = replace(self._shell, groups=update.groups).build(self._parameters)
         agree_and_step(self.transport, self.index, self.plan, self._parameters, self._names, update, self._optimizer)
 
     def _action(self, action: Action) -> Any:

@@ -8,10 +8,9 @@ from typing import Any
 
 from pipe.action import Schedule
 from pipe.transport.mailbox import Mailbox
-from pipe.transport.protocol import Transport
 
 
-class LocalTransport(Transport):
+class LocalTransport:
     """Puts a copy of the message into the peer's mailbox: what the receiver writes in place, the sender does not see.
 
     Args:

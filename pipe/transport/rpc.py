@@ -18,7 +18,6 @@ from pipe.action import Action, Schedule
 from pipe.errors import PeerLost, TransportError, TransportTimeout
 from pipe.session import Session, alive, failure
 from pipe.transport.mailbox import Mailbox
-from pipe.transport.protocol import Transport
 
 _lock = threading.Lock()
 _mailboxes: dict[str, Mailbox | None] = {}  # by address; None: forgotten, so that late messages are dropped
@@ -49,7 +48,7 @@ def forget(address: str) -> None:
         _mailboxes[address] = None
 
 
-class RpcTransport(Transport):
+class RpcTransport:
     """One worker's end; its address is `engine/worker`, so that the workers of several engines do not meet.
 
     Args:

@@ -330,7 +330,7 @@ def test_a_list_of_modules() -> None:
 def test_specs_equal_the_module_of_one_process(stages: int) -> None:
     torch.manual_seed(5)
     reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Embedding(4, 4), nn.Linear(8, 3, bias=False))
-    reference[2] = nn.Identity()
+    reference[2] = nn.Identity()  # drew numbers for nothing, and so does its spec
     torch.manual_seed(5)
     specs = [
         pipe.LayerSpec(nn.Linear, 6, 8),
@@ -382,10 +382,17 @@ def test_a_tied_weight_on_one_stage() -> None:
 
 
 def test_hooks_of_a_layer_work_on_its_stage() -> None:
-    model = layers()
-    model[2].weight.register_hook(lambda gradient: gradient * 3)
-    model[0].register_forward_hook(lambda module, args, output: output * 2)
-    train_beside(model, batches(), stages=2, split=[2, 3]).close()
+    model, reference = layers(), layers()
+    for each in (model, reference):
+        each[2].weight.register_hook(lambda gradient: gradient * 3)
+        each[4].bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+        each[0].register_forward_hook(lambda module, args, output: output * 2)
+        each[3].register_full_backward_hook(lambda module, gradients, outputs: (gradients[0] * 2,))
+    own = sgd(reference)
+    with engine_of(model, split=[2, 3]) as engine:
+        for x, y in batches():
+            assert engine.train_step(x, target=y) == plain(reference, own, x, y, 4, nn.MSELoss())
+        same_weights(engine, reference)
 
 
 # --- the optimizer ---
@@ -494,9 +501,8 @@ def test_parameters_that_the_optimizer_does_not_hold_get_gradients() -> None:
         (lambda model: torch.optim.SGD(layers().parameters(), 0.1), "6 of the optimizer's 6 parameters are not the model's"),
         (lambda model: lambda named: 3, "optimizer is a int"),
         (lambda model: 3, "optimizer is a int"),
-        (lambda model: model, "optimizer is a"),
     ],
-    ids=["closure", "foreign", "callable", "number", "module"],
+    ids=["closure", "foreign", "callable", "number"],
 )
 def test_optimizers_that_are_refused(make: Callable[[nn.Module], Any], text: str) -> None:
     model = layers()
@@ -1005,6 +1011,7 @@ def failing(norm: bool = False) -> nn.Sequential:
 
 
 def fail_in_the_tail(engine: pipe.Engine, step: Callable[..., float], x: Tensor, y: Tensor) -> None:
+    engine.gradients()  # settles the step before
     ARMED.set()
     assert step(x, target=y) > 0  # returns with its loss
     LATE.set()
