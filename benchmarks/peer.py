@@ -8,9 +8,9 @@ gloo (NCCL where there are two GPUs). All processes stay up and work in turns, s
     this process --model, schedule, steps--> ours | theirs | one process alone | two at once, each alone
                  <-- seconds a step, loss --
 
-A turn in which other work on the machine kept processes waiting for a core is taken again (Linux tells: /proc/pressure/cpu), up to
---again times. The ideal is the time of one process x (m+p-1)/(m p). "Ideal, busy" takes that time from two processes at once, which share the
-machine's memory, caches and clock as the workers of a pipeline do.
+A turn in which other work on the machine kept processes waiting for a core (Linux tells: /proc/pressure/cpu) is taken again, up to
+--again times, and --patience has each turn wait for a quiet moment. The ideal is the time of one process x (m+p-1)/(m p). "Ideal,
+busy" takes that time from two processes at once, which share the machine's memory, caches and clock as the workers of a pipeline do.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def ask(links: Sequence[Connection], turn: Turn) -> tuple[float, float]:
     return sum(seconds for seconds, _ in answers) / len(answers), answers[0][1]
 
 
-def quietest(links: Sequence[Connection], turn: Turn, again: int) -> tuple[float, float]:
+def quietest(links: Sequence[Connection], turn: Turn, options: argparse.Namespace) -> tuple[float, float]:
     """Mean seconds a step, and the share of the time in which some process of the machine waited for a core: of the first quiet
     turn, or else of the quietest."""
     found = []
-    for _ in range(1 + again):
+    for _ in range(1 + options.again):
+        wait_for_quiet(options.patience)
         waited, began = stalled(), time.perf_counter()
         seconds, _ = ask(links, turn)
         found.append(((stalled() - waited) / (time.perf_counter() - began), seconds))
@@ -86,6 +87,16 @@ def quietest(links: Sequence[Connection], turn: Turn, again: int) -> tuple[float
             break
     share, seconds = min(found)
     return seconds, share
+
+
+def wait_for_quiet(patience: float) -> None:
+    """Returns after a second in which nobody waited for a core, or at the end of the patience."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        waited = stalled()
+        time.sleep(1)
+        if stalled() - waited < QUIET / 3:
+            return
 
 
 def stalled() -> float:
@@ -111,7 +122,7 @@ def compare(links: dict[str, list[Connection]], name: str, schedule: str, option
         sides = list(links)
         noise = {}
         for side in sides[round_ % len(sides) :] + sides[: round_ % len(sides)]:  # nobody is always the first
-            seconds, noise[side] = quietest(links[side], (name, schedule, steps), options.again)
+            seconds, noise[side] = quietest(links[side], (name, schedule, steps), options)
             found[side].append(seconds)
         shown = ", ".join(f"{side} {found[side][-1] * 1e3:.1f} ms (waits {noise[side]:.0%})" for side in links)
         print(f"{name}, {schedule}, round {round_ + 1}: {shown}", file=sys.stderr)
@@ -145,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.5, help="about how long one turn takes")
     parser.add_argument("--again", type=int, default=2, help="how often a disturbed turn is taken again")
+    parser.add_argument("--patience", type=float, default=0, help="seconds that a turn may wait for a quiet machine")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     rows = []

@@ -162,7 +162,9 @@ class Engine:
 
     def optimizer_step(self) -> None:
         """Steps the optimizer on all workers with the gradients that they hold; same as `engine.optimizer.step()`."""
-        self._need_front("optimizer_step").optimizer.step()
+        front = self._need_front("optimizer_step")
+        self._controller.ready()
+        front.optimizer.step()
 
     def zero_grad(self) -> None:
         """Forgets all gradients; same as `engine.optimizer.zero_grad()`."""
@@ -380,9 +382,11 @@ class Engine:
         if controller.closed:
             return
         try:
-            controller.settle()
-            if self._has_weights and controller.assembly.built and controller.broken is None and controller.stale:
-                self.sync_model()
+            try:
+                controller.settle()
+            finally:  # what was trained before a failed tail comes home, too
+                if self._has_weights and controller.assembly.built and controller.broken is None and controller.stale:
+                    self.sync_model()
         except StageError:
             if raises:
                 raise

@@ -210,7 +210,7 @@ def _uncut(plan: Plan, strategy: str, why: str, world: int | None) -> Plan:
     return _ddp(plan, f"the model cannot be cut into {plan.stages} stages: {why}", world)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
@@ -224,5 +224,5 @@ def parse_size(text: str | int) -> int:
     found = _SIZE.fullmatch(str(text).strip())
     if not found:
         raise PlanError(f"memory is {text!r}; it is a size such as '8GiB' or '500MB', or bytes as a number")
-    power = " KMGT".index(found[2].upper() or " ")
+    power = " KMGT".index((found[2] or " ").upper())
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -172,7 +172,7 @@ class Stage:
 
     def _end(self, micro_batch: int, output: Any, feed: Feed, saved: _Saved) -> None:
         if self._run.kind == "predict":
-            self.outputs[micro_batch] = output
+            self.outputs[micro_batch] = _kept(output)
             return
         with saved.streams if saved.streams is not None and self._loss_draws and not self._draws else nullcontext():
             loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
@@ -187,6 +187,11 @@ class Stage:
         if not (self._draws or self._loss_draws):
             return None
         return rng.Streams(self._run.seed, self._run.call, micro_batch)
+
+
+def _kept(output: Any) -> Any:
+    """The output in tensors of its own: it may be a weight, or a buffer that the next micro-batch writes over."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
 
 
 def _on(value: Any, device: torch.device) -> Any:

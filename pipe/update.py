@@ -1,6 +1,6 @@
 """The end of a step: all workers agree, then all step, or none does.
 
-    worker w --vote (norms of its gradients)--> worker 0 --verdict (total norm)--> every worker
+    worker w --vote (done)--> worker 0 --verdict--> every worker        and once more where gradients are clipped, with norms
 
 In the usual schedules worker 0 ends its backward last, so its verdict waits for nobody.
 """
@@ -67,7 +67,7 @@ def clip(
     return float(norm)
 
 
-def agree_and_step(
+def step(
     transport: Transport,
     index: int,
     plan: Plan,
@@ -76,10 +76,8 @@ def agree_and_step(
     update: Update,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """The optimizer's step on this worker, once every worker has its gradients; clipped first if the update says so."""
+    """The optimizer's step on this worker, after all have agreed; gradients are clipped first if the update says so."""
     if update.max_norm is not None:
         clip(transport, index, plan, parameters, names, update.max_norm, 2.0)
-    else:
-        agree(transport, index, plan.workers, None, lambda votes: None)
     if optimizer is not None:
         optimizer.step()

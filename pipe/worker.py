@@ -35,7 +35,7 @@ from pipe.stage import Run, Stage
 from pipe.trace import Event
 from pipe.transport.deferred import Deferred
 from pipe.transport.protocol import Transport
-from pipe.update import Update, agree_and_step, clip
+from pipe.update import Update, agree, clip, step
 
 Early = Callable[[Any], None]  # sends a command's first answer before its last
 Answer = Callable[[int, str, Any], None]  # ticket, "early" | "done" | "failed", value
@@ -130,9 +130,7 @@ class Worker:
                 events = run_order(self.index, schedule, self._stages, self.transport, clock, self._action)
                 outputs = {m: value for stage in self._stages.values() for m, value in stage.outputs.items()}
                 if order.kind == "train":
-                    for stage in self._stages.values():
-                        stage.statistics.apply(self._replicas.sum_moments(stage.statistics))
-                    events += self._update(order.update, clock)
+                    events += self._commit(order.update, clock)
                 self.transport.finish()
         except BaseException as error:
             if not isinstance(error, Aborted):
@@ -146,7 +144,8 @@ class Worker:
         """Takes over the front's groups and steps; all workers or none."""
         number, update = order
         self.transport.begin(number, Schedule(()))
-        self._agree(update)
+        self._agree()
+        self._update(update)
 
     def clip_grad_norm(self, order: tuple[int, float, float], early: Early) -> float:
         """Scales the gradients by the norm over all workers, and gives the norm."""
@@ -207,21 +206,29 @@ class Worker:
         device = self._memory.device
         return CudaClock(began, device) if device.type == "cuda" else WallClock(began)
 
-    def _update(self, update: Update | None, clock: Clock) -> list[Event]:
+    def _commit(self, update: Update | None, clock: Clock) -> list[Event]:
+        """What lasts of a training pass, once every worker has done its part: BatchNorm's statistics, and the optimizer's step."""
+        self._agree()
+        for stage in self._stages.values():
+            stage.statistics.apply(self._replicas.sum_moments(stage.statistics))
         if update is None:
             return []
         start = clock.mark()
-        self._agree(update)
+        self._update(update)
         action = Action(Op.OPTIMIZER, 0, min(self._stages, default=0))
         return [Event(action, self.index, clock.seconds(start), clock.seconds(clock.mark()))]
 
-    def _agree(self, update: Update) -> None:
+    def _agree(self) -> None:
+        """Waits until no worker can fail any more; before the replicas' sums, which would wait for ever for one that has."""
+        agree(self.transport, self.index, self.plan.workers, None, lambda votes: None)
+
+    def _update(self, update: Update) -> None:
         self._replicas.reduce(self._parameters)
         if self._optimizer is not None:
             apply_groups(self._optimizer, update.groups, self._parameters)
         elif self._shell is not None:  # it held no parameter of this worker so far
             self._optimizer = replace(self._shell, groups=update.groups).build(self._parameters)
-        agree_and_step(self.transport, self.index, self.plan, self._parameters, self._names, update, self._optimizer)
+        step(self.transport, self.index, self.plan, self._parameters, self._names, update, self._optimizer)
 
     def _action(self, action: Action) -> Any:
         return self._placed(str(action), action)

@@ -54,7 +54,9 @@ class Spread(nn.Module):
 
 def convolutions(channels_last: bool) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3), nn.Flatten()
+    )
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
@@ -72,7 +74,9 @@ def test_images(cut: list[int], channels_last: bool) -> None:
 def test_strides_of_a_boundary(middle: nn.Module) -> None:
     torch.manual_seed(0)
     width = {"Turn": 5, "Narrow": 8, "Spread": 8}[type(middle).__name__]
-    model = nn.Sequential(nn.Linear(8, 16 if isinstance(middle, Narrow) else 8), middle, nn.Linear(width, 8), nn.Flatten(), nn.LazyLinear(3))
+    model = nn.Sequential(
+        nn.Linear(8, 16 if isinstance(middle, Narrow) else 8), middle, nn.Linear(width, 8), nn.Flatten(), nn.LazyLinear(3)
+    )
     x = torch.randn(6, 5, 8) if isinstance(middle, Turn) else torch.randn(6, 8)
     model(x)
     train_beside(model, [(x, torch.randn(6, 3))] * 2, micro_batches=3, stages=2, split=[2, 3]).close()
@@ -130,9 +134,7 @@ def noisy() -> nn.Sequential:
 
 def trained(stages: int, **options: object) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor | None]]:
     model = noisy()
-    with pipe.Engine(
-        model, sgd(model), nn.MSELoss(), stages=stages, micro_batches=4, strategy="pipeline", seed=3, **options
-    ) as engine:
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=stages, micro_batches=4, strategy="pipeline", seed=3, **options) as engine:
         losses = [engine.train_step(x, target=y) for x, y in batches(13)]
         return losses, engine.state_dict(), engine.gradients()
 

@@ -171,14 +171,14 @@ def test_groups_carry_changes_and_additions() -> None:
     assert [group["lr"] for group in made.param_groups] == [0.7, 0.1]
     assert [group["momentum"] for group in made.param_groups] == [0, 0.5]
     assert [[id(p) for p in group["params"]] for group in made.param_groups] == [
-        [id(own["0.weight"])], [id(own["0.bias"]), id(own["1.weight"])]
+        [id(own["0.weight"])],
+        [id(own["0.bias"]), id(own["1.weight"])],
     ]
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
 
 
-def test_a_worker_without_parameters_has_an_empty_copy() -> None:
-    made = front_of(MAKERS["Adam"], weights()).shell().build({})
-    assert not any(group["params"] for group in made.param_groups)
+def test_a_worker_without_parameters_has_no_copy() -> None:
+    assert front_of(MAKERS["Adam"], weights()).shell().build({}) is None
 
 
 def test_state_goes_where_the_parameter_is() -> None:
