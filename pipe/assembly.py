@@ -99,6 +99,15 @@ class Assembly:
             self._check_fits(shell)
         self._start_crew()
         self.built = True
+        try:
+            answers = self._build_stages(shell)
+            self.plan = replace(self.plan, places=tuple(f"{answers[w].host} {answers[w].device}" for w in sorted(answers)))
+            self._answers(self.crew.tell("join", dict.fromkeys(sorted(self.workers), self.plan)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _build_stages(self, shell: Shell | None) -> dict[int, Built]:
         answers: dict[int, Built] = {}
         state = self._generator_state
         tickets = []
@@ -109,19 +118,14 @@ class Assembly:
                 state = answers[s].generator_state
         for ticket in tickets:
             answers |= self._answers(ticket)
-        self.plan = replace(self.plan, places=tuple(f"{answers[w].host} {answers[w].device}" for w in sorted(answers)))
-        ticket = self.desk.ticket(self.workers)
-        for w in self.workers:
-            self.crew.tell(w, ticket, "join", self.plan)
-        self._answers(ticket)
+        return answers
 
     def _build_stage(self, s: int, state: torch.Tensor, shell: Shell | None) -> int:
         """Tells the holders of a stage to build it; gives the ticket."""
         blueprint = self._blueprint(s, state)
         pickled: Blueprint | None = None
-        holders = frozenset(r * self.plan.stages + s for r in range(self.plan.replicas))
-        ticket = self.desk.ticket(holders)
-        for w in sorted(holders):
+        orders = {}
+        for w in range(s, self.plan.workers, self.plan.stages):
             remote = w > 0 and self._options.world is not None
             if remote and pickled is None:
                 _send_script()
@@ -129,8 +133,8 @@ class Assembly:
             last = s == self.plan.stages - 1
             loss_fn = None if not last else dump_module(self._loss_fn) if remote else self._loss_fn
             own = pickled if remote and pickled is not None else blueprint.copied()
-            self.crew.tell(w, ticket, "build", Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w)))
-        return ticket
+            orders[w] = Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w))
+        return self.crew.tell("build", orders)
 
     def _answers(self, ticket: int) -> Mapping[int, Any]:
         """What the workers answer.
@@ -141,7 +145,6 @@ class Assembly:
         try:
             return self.desk.done(ticket)
         except StageError as error:
-            self.close()
             if error.failure.kind.endswith(PlanError.__name__):
                 raise PlanError(f"{error.failure.message} (worker {error.worker} on {error.host})") from None
             raise

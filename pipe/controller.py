@@ -140,9 +140,7 @@ class Controller:
         """
         self.settle()
         self.ready()
-        ticket = self.assembly.desk.ticket(self.assembly.workers)
-        for w in self.assembly.workers:
-            self.assembly.crew.tell(w, ticket, name, payload)
+        ticket = self.assembly.crew.tell(name, dict.fromkeys(sorted(self.assembly.workers), payload))
         try:
             return self.assembly.desk.done(ticket)
         except StageError as error:
@@ -253,12 +251,11 @@ class Controller:
         call = self._step if kind == "train" else -number
         base = Run(kind, {}, self._settings.seed, call, Ambient.capture(self._settings.precision))
         began = time.perf_counter()
-        ticket = self.assembly.desk.ticket(self.assembly.workers)
+        steps = {}
         for w in sorted(self.assembly.workers):
             runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
-            step = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
-            self.assembly.crew.tell(w, ticket, "step", step)
-        return batch, ticket
+            steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
+        return batch, self.assembly.crew.tell("step", steps)
 
     def _follow_freezing(self) -> None:
         """What the user froze or unfroze in the model since, the stages freeze, too."""

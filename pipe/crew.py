@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 
 from pipe import wire
 from pipe.desk import Desk
-from pipe.errors import Failure
+from pipe.errors import Failure, PlanError
 from pipe.session import Session
 from pipe.transport.local import LocalTransport
 from pipe.transport.mailbox import Mailbox
@@ -34,8 +34,12 @@ class Crew(Protocol):
     def offsets(self) -> Sequence[float]:
         """Seconds that each worker's perf_counter is ahead of the controller's."""
 
-    def tell(self, worker: int, ticket: int, name: str, payload: Any) -> None:
-        """Sends a command; its answer comes to the desk."""
+    def tell(self, name: str, payloads: Mapping[int, Any]) -> int:
+        """Sends a command to some workers, each its payload; gives the ticket under which their answers come to the desk.
+
+        Raises:
+            PlanError: a payload cannot be sent; then nobody has got anything.
+        """
 
     def abort(self, step: int, why: str) -> None:
         """Wakes every worker that waits for another in this step."""
@@ -59,6 +63,7 @@ class LocalCrew:
         self._mailboxes = [Mailbox() for _ in range(workers)]
         self._commands: list[Commands] = [queue.SimpleQueue() for _ in range(workers)]
         self._timeout = timeout
+        self._desk = desk
         self._workers = [Worker(w, LocalTransport(w, self._mailboxes, timeout), partial(_answer, desk, w)) for w in range(workers)]
         desk.watch = self._watch
         self._threads = [
@@ -68,8 +73,11 @@ class LocalCrew:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, worker: int, ticket: int, name: str, payload: Any) -> None:
-        self._commands[worker].put((ticket, name, payload))
+    def tell(self, name: str, payloads: Mapping[int, Any]) -> int:
+        ticket = self._desk.ticket(frozenset(payloads))
+        for worker, payload in payloads.items():
+            self._commands[worker].put((ticket, name, payload))
+        return ticket
 
     def abort(self, step: int, why: str) -> None:
         for mailbox in self._mailboxes:
@@ -132,9 +140,10 @@ def serve_worker(engine: str, index: int, ranks: tuple[int, ...], timeout: float
     transport = RpcTransport(session, address, index, dict(enumerate(ranks)), timeout)
 
     def answer(ticket: int, kind: str, value: Any) -> None:
-        message = wire.pack(value)
-        if message.ready is not None:
-            message.ready.synchronize()
+        try:
+            message = _packed(value)
+        except PlanError as error:
+            kind, message = "failed", _packed(worker.failure("answer", error))
         session.call(0, answer_at, engine, ticket, index, kind, message)
 
     worker = _workers[address] = Worker(index, transport, answer)
@@ -169,11 +178,14 @@ class RpcCrew:
         for rank in ranks[1:]:
             session.start(rank, serve_worker, engine, rank, ranks, timeout, torch.get_num_threads())
 
-    def tell(self, worker: int, ticket: int, name: str, payload: Any) -> None:
-        if worker == 0:
-            self._first.put((ticket, name, payload))
-        else:
-            self._session.call(worker, command_at, f"{self._engine}/{worker}", ticket, name, wire.pack(payload))
+    def tell(self, name: str, payloads: Mapping[int, Any]) -> int:
+        messages = {worker: _packed(payload) for worker, payload in payloads.items() if worker}
+        ticket = self._desk.ticket(frozenset(payloads))
+        for worker, message in messages.items():
+            self._session.call(worker, command_at, f"{self._engine}/{worker}", ticket, name, message)
+        if 0 in payloads:
+            self._first.put((ticket, name, payloads[0]))
+        return ticket
 
     def abort(self, step: int, why: str) -> None:
         for w in range(len(self.offsets)):
@@ -212,6 +224,13 @@ class RpcCrew:
             if found := _overdue(w, doing, self._timeout, member.host, member.pid):
                 return found
         return None
+
+
+def _packed(value: Any) -> wire.Message:
+    message = wire.pack(value)
+    if message.ready is not None:
+        message.ready.synchronize()
+    return message
 
 
 def _answer(desk: Desk, worker: int, ticket: int, kind: str, value: Any) -> None:

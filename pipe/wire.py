@@ -142,8 +142,8 @@ def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
         raise
     except Exception as error:
         raise PlanError(
-            f"a {type(value).__name__} cannot cross to the next stage ({error}); what crosses must be picklable: "
-            f"return tensors and plain data, or keep that object inside one stage with split="
+            f"a {type(value).__name__} cannot be sent to another worker ({error}); what is sent must be picklable: "
+            f"use tensors and plain data, or keep that object inside one stage with split="
         ) from error
     return file.getvalue(), framer.tensors
 

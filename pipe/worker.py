@@ -81,7 +81,7 @@ class Worker:
             with self._placed(name.replace("_", " ")):
                 value = getattr(self, name)(payload, lambda early: self._answer(ticket, "early", early))
         except Aborted as error:
-            self._answer(ticket, "failed", self._failure(name, error))
+            self._answer(ticket, "failed", self.failure(name, error))
         except StageError as error:
             self._answer(ticket, "failed", error.failure)
         else:
@@ -242,11 +242,12 @@ class Worker:
         except (Aborted, StageError):
             raise
         except BaseException as error:
-            raise StageError(self._failure(where, error, action)) from error
+            raise StageError(self.failure(where, error, action)) from error
         finally:
             self.doing = None
 
-    def _failure(self, where: str, error: BaseException, action: Action | None = None) -> Failure:
+    def failure(self, where: str, error: BaseException, action: Action | None = None) -> Failure:
+        """An error of this worker as data."""
         kind = type(error)
         return Failure(
             where=where,

@@ -68,7 +68,8 @@ except pipe.StageError as error:
         before = engine.state_dict()
         engine.train_step(x, target=y)
         after = engine.state_dict()
-        print("goes on", all(torch.isfinite(v).all() for v in after.values()), any((before[k] != after[k]).any() for k in after), flush=True)
+        moved = [bool((before[k] != after[k]).any()) for k in after]
+        print("goes on", all(torch.isfinite(v).all() for v in after.values()), any(moved), flush=True)
     raise
 """
 

@@ -20,7 +20,8 @@ ROWS = (
     "errors action",
     "chart schedules trace simulator clock report placement partition partition.balance",
     "partition.spec partition.sequence partition.measure",
-    "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler rng side_stream silent strides wire",
+    "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler"
+    " rng side_stream silent strides wire",
     "signing members session transport",
     "assembly blueprint clock_cuda crew desk loop options plan replicas stage update worker",
     "controller engine fit logs",

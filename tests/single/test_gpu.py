@@ -1,4 +1,7 @@
-"""What needs a GPU: run with `pytest -m gpu` where one is. The mapping of workers to GPUs is tested everywhere (tests/pure/test_placement.py)."""
+"""What needs a GPU: run with `pytest -m gpu` where one is.
+
+The mapping of workers to GPUs is tested everywhere (tests/pure/test_placement.py).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ def test_stages_on_gpus_give_the_numbers_of_one(stages: int, schedule: str) -> N
     reference = copy.deepcopy(model).cuda()
     optimizer, own = sgd(model.parameters()), sgd(reference.parameters())
     share = torch.cuda.device_count() < stages
+    device = "cuda:0" if share else "cuda"
     engine = pipe.Engine(
-        model, optimizer, nn.MSELoss(), stages=stages, micro_batches=3, schedule=schedule, strategy="pipeline", device="cuda:0" if share else "cuda"
+        model, optimizer, nn.MSELoss(), stages=stages, micro_batches=3, schedule=schedule, strategy="pipeline", device=device
     )
     with engine:
         for x, y in batches(7, torch.float64):
