@@ -19,6 +19,7 @@ import argparse
 import os
 import platform
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,10 +61,10 @@ def started(side: str) -> Iterator[Connection]:
         try:
             yield link
             link.send(None)
-            link.close()
             process.wait(60)
         finally:
-            process.kill()
+            process.terminate()  # both launchers then end their workers; nothing happens to one that has ended
+            process.wait(20)
 
 
 def ask(links: Sequence[Connection], turn: Turn) -> tuple[float, float]:
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=0, help="seconds that a turn may wait for a quiet machine")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the sides are ended, too
     rows = []
     with ExitStack() as stack:
         link = {side: stack.enter_context(started(side)) for side in COMMANDS}

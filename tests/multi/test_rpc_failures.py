@@ -33,7 +33,7 @@ class Bad(nn.Module):
                 case "sys.exit": sys.exit(0)
                 case "interrupt": raise KeyboardInterrupt
                 case "os._exit(0)": os._exit(0)
-                case "sleep": time.sleep(30)
+                case "sleep": time.sleep(90)
         return self.linear(x)
 
 class Tail(torch.autograd.Function):
@@ -90,7 +90,7 @@ except pipe.StageError as error:
     ],
 )
 def test_one_error_with_its_place(launch: Launch, how: str, out: str, err: list[str]) -> None:
-    options = ("--timeout", "2") if how == "sleep" else ()
+    options = ("--timeout", "10") if how == "sleep" else ()
     ended = launch("--stages", "2", *options, script=SCRIPT, arguments=[how])
     assert ended.code == 1, ended
     assert ended.out == out
@@ -215,8 +215,8 @@ def test_script_that_idles_longer_than_the_time_out_between_steps(launch: Launch
     engine = pipe.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
     x, y = torch.randn(6, 4), torch.randn(6, 1)
     engine.train_step(x, target=y)
-    time.sleep(6)
+    time.sleep(12)
     print(engine.train_step(x, target=y) > 0)
     """
-    ended = launch("--stages", "2", "--timeout", "2", script=script)
+    ended = launch("--stages", "2", "--timeout", "10", script=script)
     assert (ended.code, ended.out) == (0, "True\n"), ended.err

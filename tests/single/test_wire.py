@@ -219,7 +219,7 @@ def test_sparse_tensors_cross() -> None:
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(PlanError, match=r"tuple cannot cross.*lock.*split="):
+    with pytest.raises(PlanError, match=r"tuple cannot be sent.*lock.*split="):
         pack((torch.ones(1), threading.Lock()))
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(PlanError, match=r"NestedTensor cannot cross"):
