@@ -59,9 +59,9 @@ def sample(engine: pipe.Engine, text: Tensor, length: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=420)
-    parser.add_argument("--short", action="store_true", help="60 steps: a quick check that all works")
+    parser.add_argument("--short", action="store_true", help="50 steps: a quick check that all works")
     options = parser.parse_args()
-    steps = 60 if options.short else options.steps
+    steps, length = (50, 40) if options.short else (options.steps, 160)
 
     torch.manual_seed(0)
     source = "".join((Path(os.__file__).parent / f"{name}.py").read_text("utf-8") for name in MODULES)
@@ -78,11 +78,11 @@ def main() -> None:
             rows = torch.randint(len(text) - CONTEXT, (32, 1)) + torch.arange(CONTEXT + 1)  # 32 pieces of text, and what follows
             losses.append(engine.train_step(text[rows[:, :-1]], target=text[rows[:, 1:]]))
             scheduler.step()
-            if step % (steps // 6) == 0:
+            if step % (steps // 5) == 0:
                 print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
         print(engine.report())
         start = torch.tensor([[characters.index(c) for c in "\n    def "]] * 4)  # four at once: a batch that can be cut
-        written = sample(engine, start, 120)
+        written = sample(engine, start, length)
     print(f"loss {sum(losses[-10:]) / 10:.3f} at the end; single characters without context: {unigram:.3f}")
     print("sample:", *("".join(characters[c] for c in row) for row in written[:2]), sep="\n")
 

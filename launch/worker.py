@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ def main() -> NoReturn:
         from launch import script
 
         end(lead(session, job, script))
+    # Its optimizer needs it, and it takes seconds to load; meanwhile the script imports its own.
+    threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
     session.serve()  # what it returns is rank 0's to tell, and rank 0 does
     end(0)
 

@@ -1,4 +1,4 @@
-"""What is in force around a call: autocast and the deterministic flag, which torch keeps per thread or process.
+"""What is in force around a call: autocast, default dtype and deterministic flag, which torch keeps per thread or process.
 
 The controller captures it where the user calls; a worker enters it around forward and backward.
 """
@@ -16,10 +16,11 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Ambient:
-    """Autocast (device type -> dtype, for those enabled) and the deterministic flag (0 off, 1 warn, 2 error)."""
+    """Autocast (device type -> dtype, for those enabled), the deterministic flag (0 off, 1 warn, 2 error) and the default dtype."""
 
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     deterministic: int = 0
+    dtype: torch.dtype = torch.float32  # torch's default
 
     @classmethod
     def capture(cls, precision: str = "fp32") -> Ambient:
@@ -27,7 +28,7 @@ class Ambient:
         casts = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)}
         if precision == "bf16":
             casts = dict.fromkeys(_DEVICE_TYPES, torch.bfloat16)
-        return cls(tuple(casts.items()), torch.get_deterministic_debug_mode())
+        return cls(tuple(casts.items()), torch.get_deterministic_debug_mode(), torch.get_default_dtype())
 
     @contextmanager
     def forward(self, device_type: str) -> Iterator[None]:
@@ -39,6 +40,8 @@ class Ambient:
             yield
 
     def apply(self) -> None:
-        """Sets the process-wide deterministic flag where it differs from the caller's."""
+        """Sets the process-wide default dtype and deterministic flag where they differ from the caller's."""
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
         if torch.get_deterministic_debug_mode() != self.deterministic:
             torch.set_deterministic_debug_mode(self.deterministic)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from pipe.ambient import Ambient
 from pipe.assembly import Assembly, Example
 from pipe.errors import BatchError, PlanError, StageError
@@ -204,7 +206,7 @@ class Controller:
         self.assembly.build(self.shell(), self._example or batch, self._settings.batch_dim)
         self._planned = self.assembly.plan
         self._trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
-        self._model.warn_when_used(lambda: self.stale)  # from now on, so that stages are copied without the warning
+        self._model.follow(lambda: self.stale, self._load)
         if self.training is not None:
             self.ask("mode", self.training)
         for line in self.assembly.announcement():
@@ -232,19 +234,27 @@ class Controller:
         self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
     ) -> tuple[Batch, int]:
         """Cuts the batch and sends every worker its part of the pass; gives the ticket."""
-        self.settle()
+        with torch.inference_mode(False):  # what is copied here may be trained on later
+            return self._send(args, target, kwargs, kind, zero=zero, update=update)
+
+    def _send(
+        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
+    ) -> tuple[Batch, int]:
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
         if lost := self._model.lost_keywords(kwargs):
             raise PlanError(lost)
-        self.ready((args, kwargs))
-        self._follow_freezing()
+        if self._pending is None:
+            self.ready((args, kwargs))
         pieces = self._planned.micro_batches * self._planned.replicas
         batch = cut(args, kwargs, target, pieces=pieces, batch_dim=self._settings.batch_dim, names=self._model.forward_names)
         if kind == "train" and batch.needs_grad:
             raise BatchError(
                 f"{batch.needs_grad[0]!r} requires grad, and gradients of inputs do not come back from the stages: pass it with .detach()"
             )
+        self.settle()  # cut meanwhile
+        self.ready()
+        self._follow_freezing()
         self._judge(batch)
         feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._shares(batch))]
         number = self.number()
@@ -256,6 +266,10 @@ class Controller:
             runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
             steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
         return batch, self.assembly.crew.tell("step", steps)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if not self.closed:
+            self.ask("load", state)
 
     def _follow_freezing(self) -> None:
         """What the user froze or unfroze in the model since, the stages freeze, too."""
@@ -270,7 +284,11 @@ class Controller:
             return [1.0] * len(batch.pieces)
         if self._settings.loss_weight is None:
             return [n / batch.size for n in batch.sizes] if batch.size else [1.0]
-        weights = [float(self._settings.loss_weight(piece.target)) for piece in batch.pieces]
+        found = [self._settings.loss_weight(piece.target) for piece in batch.pieces]
+        try:
+            weights = [float(weight) for weight in found]
+        except (TypeError, ValueError):
+            raise BatchError(f"loss_weight gave {found}; it gives a number for a target: count what the loss is a mean over") from None
         total = sum(weights)
         if not total > 0 or min(weights) < 0:
             raise BatchError(

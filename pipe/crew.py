@@ -52,7 +52,8 @@ def work(worker: Worker, commands: Commands, threads: int) -> None:
     """A worker's thread: obeys until it is told to end."""
     torch.set_num_threads(threads)  # a new thread's first operation would take the process's default
     while (command := commands.get()) is not None:
-        worker.obey(*command)
+        ticket, name, payload = command
+        worker.obey(ticket, name, partial(_read, payload))
 
 
 class LocalCrew:
@@ -115,7 +116,12 @@ def end_at(address: str) -> None:
 def answer_at(engine: str, ticket: int, worker: int, kind: str, value: wire.Message) -> None:
     """RPC target: lays an answer on the desk."""
     if desk := _desks.get(engine):
-        desk.answer(ticket, worker, kind, wire.unpack(value, torch.device("cpu"), _as_it_is))
+        try:
+            found = wire.unpack(value, torch.device("cpu"), _as_it_is)
+        except Exception as error:  # of whatever class the user's object raises when it is made again
+            text = f"its answer cannot be read here ({error}); an output must be picklable both ways: return tensors and plain data"
+            kind, found = "failed", Failure("answer", worker, socket.gethostname(), os.getpid(), type(error).__name__, text, "")
+        desk.answer(ticket, worker, kind, found)
 
 
 def doing_at(address: str) -> Doing:
@@ -147,10 +153,7 @@ def serve_worker(engine: str, index: int, ranks: tuple[int, ...], timeout: float
         session.call(0, answer_at, engine, ticket, index, kind, message)
 
     worker = _workers[address] = Worker(index, transport, answer)
-    torch.set_num_threads(threads)
-    while (command := commands.get()) is not None:
-        ticket, name, payload = command
-        worker.obey(ticket, name, wire.unpack(payload, torch.device("cpu"), _as_it_is))
+    work(worker, commands, threads)
     forget(address)
     del _workers[address], _queues[address]
 
@@ -224,6 +227,10 @@ class RpcCrew:
             if found := _overdue(w, doing, self._timeout, member.host, member.pid):
                 return found
         return None
+
+
+def _read(payload: Any) -> Any:
+    return wire.unpack(payload, "cpu", _as_it_is) if isinstance(payload, wire.Message) else payload
 
 
 def _packed(value: Any) -> wire.Message:

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipe import session
+from pipe.arguments import check, check_batch_dim, check_later
 from pipe.assembly import Assembly, Example
 from pipe.controller import Controller, Settings, be_heard
 from pipe.errors import OptimizerError, PlanError, StageError
 from pipe.fit import EpochResult
 from pipe.fit import fit as run_fit
+from pipe.front import Front, State, Workers
 from pipe.logs import StepLog
 from pipe.loss import LossFn
 from pipe.micro_batch import BatchDim, count_rows
 from pipe.model import Model
-from pipe.optimizer import Front
 from pipe.options import merge
 from pipe.partition.spec import Layer
 from pipe.plan import Plan, Wish, decide
@@ -89,8 +90,16 @@ class Engine:
             OptimizerError: the optimizer cannot be carried to the stages.
         """
         be_heard()
-        _refuse(loss_reduction, precision)
-        _refuse_later(
+        check(
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            loss_weight=loss_weight,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            example=example,
+            seed=seed,
+        )
+        check_later(
             recompute=(recompute, "never"),
             wire_dtype=(wire_dtype, None),
             offload=(offload, None),
@@ -109,12 +118,13 @@ class Engine:
                 "micro_batches": micro_batches,
                 "schedule": schedule,
                 "strategy": strategy,
-                "device": device,
+                "device": None if device is None else str(device),
                 "timeout": timeout,
                 "logdir": logdir,
             },
         )
         self._model = Model(model)
+        check_batch_dim(batch_dim, self._model.argument_names)
         wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
         plan = decide(wish, layers=layers, why_uncut=self._model.why_uncut, world=options.world)
@@ -171,7 +181,7 @@ class Engine:
         if self._front is not None:
             self._front.optimizer.zero_grad()
         else:
-            self._zero_workers()
+            self._zero_workers(True)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """The norm of all gradients over all stages, which are then scaled so that it is at most `max_norm`."""
@@ -358,7 +368,7 @@ class Engine:
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(self._model.parameters))
         names = {id(p): name for name, p in self._model.parameters}
-        return Front(optimizer, names, step=self._step_workers, zero_grad=self._zero_workers)
+        return Front(optimizer, names, Workers(self._step_workers, self._zero_workers, self._optimizer_state, self._load_optimizer_state))
 
     def _need_front(self, what: str) -> Front:
         if self._front is None:
@@ -373,9 +383,16 @@ class Engine:
         self._controller.ask("optimizer_step", (self._controller.number(), update))
         self._controller.stale = True
 
-    def _zero_workers(self) -> None:
+    def _zero_workers(self, set_to_none: bool) -> None:
         if self._controller.assembly.built:
-            self._controller.ask("zero_grad", None)
+            self._controller.ask("zero_grad", set_to_none)
+
+    def _optimizer_state(self) -> State | None:
+        return self._controller.gather("optimizer") if self._controller.assembly.built else None
+
+    def _load_optimizer_state(self, state: State) -> None:
+        if self._controller.assembly.built:
+            self._controller.ask("load_optimizer", state)
 
     def _close(self, *, raises: bool) -> None:
         controller = self._controller
@@ -387,6 +404,8 @@ class Engine:
             finally:  # what was trained before a failed tail comes home, too
                 if self._has_weights and controller.assembly.built and controller.broken is None and controller.stale:
                     self.sync_model()
+                    if self._front is not None:
+                        self._front.fetch()
         except StageError:
             if raises:
                 raise
@@ -424,17 +443,3 @@ def _at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _refuse(loss_reduction: str, precision: str) -> None:
-    if loss_reduction not in ("mean", "sum"):
-        raise PlanError(f"loss_reduction is {loss_reduction!r}; it is 'mean' or 'sum', over the mini-batch")
-    if precision not in ("fp32", "bf16"):
-        raise PlanError(f"precision is {precision!r}; this version has 'fp32' and 'bf16': choose one of them")
-
-
-def _refuse_later(**arguments: tuple[object, object]) -> None:
-    """Arguments of the full contract whose other values come later; each is (value, the value that this version has)."""
-    for name, (value, only) in arguments.items():
-        if value != only:
-            raise PlanError(f"{name}={value!r} is not in this version, which has {name}={only!r} only: leave it out")

@@ -48,6 +48,8 @@ def _merge_tensors(outputs: list[Tensor], sizes: Sequence[int], dim: int) -> Any
     if not all(-output.dim() <= dim < output.dim() for output in outputs):
         return first if _all_equal(outputs) else outputs
     lengths = [output.shape[dim] for output in outputs]
+    if dim and lengths != list(sizes) and [output.shape[0] for output in outputs] == list(sizes):
+        return _merge_tensors(outputs, sizes, 0)  # a model of sequence-first inputs may give its output batch-first
     has_rows = all(n % rows == 0 and n * sizes[0] == lengths[0] * rows for n, rows in zip(lengths, sizes))
     if not has_rows and _all_equal(outputs):
         return first

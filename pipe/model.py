@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipe.errors import PlanError
+from pipe.follower import Follower, StaleWarning
 from pipe.partition.sequence import Chain, Keywords, crossing, keywords, layers_of, resolve, route, ties, why_whole
 from pipe.partition.spec import Layer, LayerSpec, skeleton
 
@@ -57,6 +58,19 @@ class Model:
             return ()
         return tuple(p.name for p in found if p.kind in kinds)
 
+    @property
+    def argument_names(self) -> tuple[str, ...] | None:
+        """Names of all arguments that the model takes; None where it takes any."""
+        if self.layers is None:
+            try:
+                found = inspect.signature(self.whole.forward).parameters.values()
+            except (TypeError, ValueError):
+                return None
+            return None if any(p.kind is p.VAR_KEYWORD for p in found) else tuple(p.name for p in found)
+        if any(takes.everything for takes in self.takes.values()):
+            return None
+        return (*self.forward_names, *sorted({name for takes in self.takes.values() for name in takes.names} - set(self.forward_names)))
+
     def cut(self, split: object, stages: int) -> tuple[int, ...] | None:
         """Layers per stage as asked for, or the only possibility; None where they are to be measured.
 
@@ -101,34 +115,27 @@ class Model:
         """Writes trained parameters and buffers back into the user's model, in place."""
         with torch.no_grad():
             own = dict(self.whole.named_parameters(remove_duplicate=False)) | dict(self.whole.named_buffers(remove_duplicate=False))
-            for name, tensor in own.items():
-                if name in tensors:
-                    tensor.copy_(tensors[name])
+            for name, tensor in tensors.items():
+                if name in own:
+                    own[name].copy_(tensor)
+                else:  # a buffer that was None when the engine was made
+                    path, _, buffer = name.rpartition(".")
+                    self.whole.get_submodule(path).register_buffer(buffer, tensor)
 
-    def warn_when_used(self, stale: Callable[[], bool]) -> None:
-        """Warns once when the user's model is used while its weights are older than those of the stages."""
+    def follow(self, stale: Callable[[], bool], load: Callable[[dict[str, Any]], None]) -> None:
+        """From now on warns once when the user's model is used while its weights are older than those of the stages, and passes on
+        what is loaded into it."""
         if self.has_specs:
             return
-        warned = False
-
-        def look(*args: Any, **kwargs: Any) -> None:
-            nonlocal warned
-            if stale() and not warned:
-                warned = True
-                warnings.warn(
-                    "this model's weights are older than those of the engine's stages; for outputs use engine.predict(...), or call "
-                    "engine.sync_model() first",
-                    UserWarning,
-                    stacklevel=3,
-                )
-
-        modules = [self.given] if isinstance(self.given, nn.Module) else [m for m in self.given if isinstance(m, nn.Module)]
-        for module in modules:
+        look = Follower(StaleWarning(stale))
+        modules = {"": self.given} if isinstance(self.given, nn.Module) else {f"{i}.": m for i, m in enumerate(self.given)}
+        for prefix, module in modules.items():
             self._hooks.append(module.register_forward_pre_hook(look))
             self._hooks.append(module.register_state_dict_pre_hook(look))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_post_hook(Follower(partial(_loaded, prefix, load))))
 
     def release(self) -> None:
-        """Removes what `warn_when_used` put into the user's model."""
+        """Removes what `follow` put into the user's model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -143,3 +150,9 @@ class Model:
         if self.layers is None:
             return {}
         return keywords([m for m in self.whole._modules.values() if m is not None], self.layers.names)
+
+
+def _loaded(prefix: str, load: Callable[[dict[str, Any]], None], module: nn.Module, keys: Any) -> None:
+    """A load_state_dict of the user's model, or of one of its layers, ends: the stages take over its values."""
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    load({prefix + name: value.detach() for name, value in own.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ def merge(session: Session | None, arguments: dict[str, Any]) -> Options:
             logger.info("%s=%r of pipe-launch is used, not %s=%r of the script", name, flag, name, said)
     chosen = {**{key: value for key, value in arguments.items() if value is not None}, **flags}
     timeout = chosen.get("timeout", DEFAULT_TIMEOUT)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise PlanError(f"timeout is {timeout!r}; it is seconds, and 0 means for ever: leave it out for {DEFAULT_TIMEOUT:g}")
     chosen["timeout"] = float(timeout) or None
     if "logdir" in chosen:

@@ -228,7 +228,8 @@ def _store(rank: int, world_size: int, timeout: float) -> Store:
 
 
 def _init_rpc(name: str, rank: int, world_size: int, timeout: float) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=_RPC_THREADS, rpc_timeout=timeout)
+    # Not over TensorPipe's shared memory, whose thread never sleeps and takes a core from the stages; sockets are as fast.
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=_RPC_THREADS, rpc_timeout=timeout, _transports=["uv"])
     constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)  # half an hour, else, when one ends while joining
     try:
         with warnings.catch_warnings():  # init_rpc warns of the way in which it uses a process group itself

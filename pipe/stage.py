@@ -21,7 +21,7 @@ from pipe import rng, wire
 from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
 from pipe.boundary import Inbox, enter_boundary
-from pipe.errors import PipeError
+from pipe.errors import PipeError, PlanError
 from pipe.loss import LossFn, loss_draws, loss_of, on_device
 from pipe.partition.sequence import Chain
 from pipe.wire import Message
@@ -176,6 +176,8 @@ class Stage:
             return
         with saved.streams if saved.streams is not None and self._loss_draws and not self._draws else nullcontext():
             loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
+        if self._run.trains and not loss.requires_grad:
+            raise PlanError("the loss has no graph, so nothing would be trained; it needs one to a parameter: do not detach it")
         if self._run.trains:
             saved.roots = [loss]
             self._saved[micro_batch] = saved

@@ -75,11 +75,11 @@ class Worker:
         self._answer = answer
         self._stages: dict[int, Stage] = {}
 
-    def obey(self, ticket: int, name: str, payload: Any) -> None:
-        """Does a command and answers it, with a Failure if it raised."""
+    def obey(self, ticket: int, name: str, payload: Callable[[], Any]) -> None:
+        """Does a command and answers it, with a Failure if it raised, or if its payload could not be read."""
         try:
             with self._placed(name.replace("_", " ")):
-                value = getattr(self, name)(payload, lambda early: self._answer(ticket, "early", early))
+                value = getattr(self, name)(payload(), lambda early: self._answer(ticket, "early", early))
         except Aborted as error:
             self._answer(ticket, "failed", self.failure(name, error))
         except StageError as error:
@@ -125,7 +125,7 @@ class Worker:
                     self._stages[index].on_losses = early
                     stack.enter_context(self._stages[index].running(run))
                 if order.zero:
-                    self.zero_grad(None, early)
+                    self.zero_grad(True, early)
                 self._replicas.begin(self._parameters, order.kind)
                 events = run_order(self.index, schedule, self._stages, self.transport, clock, self._action)
                 outputs = {m: value for stage in self._stages.values() for m, value in stage.outputs.items()}
@@ -136,7 +136,7 @@ class Worker:
             if not isinstance(error, Aborted):
                 self.transport.abort(str(error))
             if order.kind == "train":
-                self.zero_grad(None, early)  # half a gradient is worse than none
+                self.zero_grad(True, early)  # half a gradient is worse than none
             raise
         return Done(clock.name, tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs)
 
@@ -154,10 +154,13 @@ class Worker:
         self._replicas.reduce(self._parameters)
         return clip(self.transport, self.index, self.plan, self._parameters, self._names, max_norm, norm_type)
 
-    def zero_grad(self, order: Any, early: Early) -> None:
-        """Forgets the gradients."""
+    def zero_grad(self, set_to_none: bool, early: Early) -> None:
+        """Forgets the gradients, or sets those that are there to zero."""
         for parameter in self._parameters.values():
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
         self._replicas.forget()
 
     def freeze(self, trainable: Mapping[str, bool], early: Early) -> None:
@@ -195,12 +198,14 @@ class Worker:
             stage.module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
 
     def load_optimizer(self, state: Mapping[str, Mapping[str, Any]], early: Early) -> None:
-        """Takes over the optimizer's state of the parameters that this worker holds."""
+        """Takes over the optimizer's state of the parameters that this worker holds; an empty one is forgotten."""
         if self._optimizer is not None:
             held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
             for name, parameter in self._parameters.items():
-                if name in state and id(parameter) in held:
-                    self._optimizer.state[parameter] = state_on(state[name], parameter)
+                if name in state:
+                    self._optimizer.state.pop(parameter, None)
+                    if state[name] and id(parameter) in held:
+                        self._optimizer.state[parameter] = state_on(state[name], parameter)
 
     def _clock(self, began: float) -> Clock:
         device = self._memory.device

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipe.errors import PlanError
+from pipe.follower import Follower
 from pipe.partition.spec import Layer, LayerSpec
 
 
@@ -54,7 +55,8 @@ def why_whole(model: nn.Module) -> str:
         return "is an nn.Sequential with a forward of its own"
     if model._parameters or model._buffers:
         return f"is an nn.Sequential that holds {', '.join([*model._parameters, *model._buffers])} outside of its layers"
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values(), *model._backward_hooks.values()]
+    if [hook for hook in hooks + [*model._backward_pre_hooks.values()] if not isinstance(hook, Follower)]:
         return "has hooks on the whole model, which would belong to no stage (hooks on its layers are kept)"
     return ""
 
@@ -87,7 +89,7 @@ def resolve(split: object, names: Sequence[str], stages: int) -> tuple[int, ...]
         )
     if isinstance(split, str) and split == "auto":
         return None
-    if isinstance(split, str) or not isinstance(split, Iterable):
+    if isinstance(split, str) or not isinstance(split, Sequence):
         raise _unfit(split, 'is neither "auto" nor a list', names, stages)
     wanted = list(split)
     if wanted and all(isinstance(n, Integral) and not isinstance(n, bool) for n in wanted):

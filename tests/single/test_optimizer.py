@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import pipe
 from pipe.errors import OptimizerError
-from pipe.optimizer import Front, apply_groups, state_on
+from pipe.front import Front, Workers
+from pipe.optimizer import apply_groups, state_on
 
+NO_WORKERS = Workers(lambda: None, lambda set_to_none: None, lambda: None, lambda state: None)
 Make = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -64,7 +66,7 @@ def give_gradients(named: list[tuple[str, nn.Parameter]], seed: int, sparse: boo
 
 
 def front_of(make: Make, named: list[tuple[str, nn.Parameter]]) -> Front:
-    return Front(make(named), {id(p): n for n, p in named}, step=lambda: None, zero_grad=lambda: None)
+    return Front(make(named), {id(p): n for n, p in named}, NO_WORKERS)
 
 
 def test_every_class_of_torch_is_tried() -> None:
@@ -80,7 +82,7 @@ def test_a_shell_steps_as_the_original(name: str, warm: int) -> None:
     for seed in range(warm):
         give_gradients(named, seed, sparse)
         original.step()
-    shell = Front(original, {id(p): n for n, p in named}, step=lambda: None, zero_grad=lambda: None).shell()
+    shell = Front(original, {id(p): n for n, p in named}, NO_WORKERS).shell()
     reference, held = copy.deepcopy((original, named))  # before the front's hook: it clears gradients
     reference._optimizer_step_pre_hooks.clear()
     workers = [{n: nn.Parameter(p.detach().clone()) for n, p in named if n.startswith(stage)} for stage in ("0", "1")]
@@ -109,7 +111,7 @@ def test_a_shell_shares_nothing_with_the_original(name: str) -> None:
     original.step()
     before = copy.deepcopy(original.state_dict())
     own = {n: nn.Parameter(p.detach().clone()) for n, p in named}
-    made = Front(original, {id(p): n for n, p in named}, step=lambda: None, zero_grad=lambda: None).shell().build(own)
+    made = Front(original, {id(p): n for n, p in named}, NO_WORKERS).shell().build(own)
     give_gradients(list(own.items()), 1, name in SPARSE)
     made.step()
     made.param_groups[0]["lr"] = 17.0
@@ -162,7 +164,7 @@ def test_sparse_gradients_in_the_engine() -> None:
 def test_groups_carry_changes_and_additions() -> None:
     named = weights()
     optimizer = torch.optim.SGD([named[0][1]], lr=0.1)
-    front = Front(optimizer, {id(p): n for n, p in named}, step=lambda: None, zero_grad=lambda: None)
+    front = Front(optimizer, {id(p): n for n, p in named}, NO_WORKERS)
     own = {n: nn.Parameter(p.detach().clone()) for n, p in named}
     made = front.shell().build(own)
     optimizer.param_groups[0]["lr"] = 0.7
@@ -195,7 +197,11 @@ def test_state_goes_where_the_parameter_is() -> None:
 def test_the_front_ties_step_and_zero_grad_and_gives_them_back() -> None:
     named, done = weights(), []
     optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
-    front = Front(optimizer, {id(p): n for n, p in named}, step=lambda: done.append("step"), zero_grad=lambda: done.append("zero"))
+    front = Front(
+        optimizer,
+        {id(p): n for n, p in named},
+        Workers(lambda: done.append("step"), lambda _: done.append("zero"), lambda: None, lambda _: None),
+    )
     give_gradients(named, 0, sparse=False)
     before = named[0][1].detach().clone()
     optimizer.step()
@@ -214,9 +220,9 @@ def test_what_a_front_refuses() -> None:
     named = weights()
     names = {id(p): n for n, p in named}
     with pytest.raises(OptimizerError, match=r"LBFGS.step needs a closure.*AdamW"):
-        Front(torch.optim.LBFGS([p for _, p in named]), names, step=lambda: None, zero_grad=lambda: None)
+        Front(torch.optim.LBFGS([p for _, p in named]), names, NO_WORKERS)
     with pytest.raises(OptimizerError, match=r"4 of the optimizer's 4 parameters are not the model's \(one has shape \(6, 4\)\)"):
-        Front(MAKERS["SGD"](weights()), names, step=lambda: None, zero_grad=lambda: None)
+        Front(MAKERS["SGD"](weights()), names, NO_WORKERS)
     front = front_of(MAKERS["SGD"], named)
     front.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(OptimizerError, match="1 of the optimizer's 5 parameters"):
