@@ -19,6 +19,13 @@ def check(*, loss_fn: Any, loss_reduction: Any, loss_weight: Any, precision: Any
     for name, value in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
         if value is not None and not callable(value):
             raise PlanError(f"{name} is {value!r}; it is a function, or a module, or None: pass say nn.CrossEntropyLoss()")
+    if isinstance(loss_fn, type):
+        raise PlanError(f"loss_fn is the class {loss_fn.__name__}; it is a function or an instance: write loss_fn={loss_fn.__name__}()")
+    if getattr(loss_fn, "reduction", loss_reduction) == "sum" and loss_reduction == "mean":
+        raise PlanError(
+            f"loss_fn {type(loss_fn).__name__} sums over a micro-batch and loss_reduction is 'mean'; both are the same, or the loss would "
+            "depend on the number of micro-batches: pass loss_reduction='sum', or a loss_fn that takes the mean"
+        )
     if loss_reduction not in ("mean", "sum"):
         raise PlanError(f"loss_reduction is {loss_reduction!r}; it is 'mean' or 'sum', over the mini-batch")
     if precision not in ("fp32", "bf16"):

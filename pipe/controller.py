@@ -59,6 +59,7 @@ class Settings:
     seed: int = 0
     auto: bool = True  # the strategy may change with the batch
     target_is_argument: bool = False  # of forward, since the model makes its loss
+    needs_target: bool = False  # the loss cannot do without
 
 
 @dataclass
@@ -242,8 +243,7 @@ class Controller:
     ) -> tuple[Batch, int]:
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
-        if lost := self._model.lost_keywords(kwargs):
-            raise PlanError(lost)
+        self._check_arguments(args, target, kwargs, kind)
         if self._pending is None:
             self.ready((args, kwargs))
         pieces = self._planned.micro_batches * self._planned.replicas
@@ -266,6 +266,21 @@ class Controller:
             runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
             steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
         return batch, self.assembly.crew.tell("step", steps)
+
+    def _check_arguments(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str) -> None:
+        """What can be told before anything is sent."""
+        if lost := self._model.lost_keywords(kwargs):
+            if self._settings.target_is_argument and "target" in kwargs:
+                lost = f"target was given and loss_fn is None, so it is forward's: pass loss_fn, such as nn.CrossEntropyLoss()\n{lost}"
+            raise PlanError(lost)
+        most = self._model.most_arguments
+        if most is not None and len(args) > most:
+            raise PlanError(
+                f"{len(args)} positional arguments for a forward that takes {most} ({', '.join(self._model.forward_names)}); "
+                "the target goes by name: write train_step(x, target=y)"
+            )
+        if kind != "predict" and target is None and self._settings.needs_target:
+            raise BatchError("target is None, and loss_fn compares the output with it: write train_step(x, target=y)")
 
     def _load(self, state: dict[str, Any]) -> None:
         if not self.closed:

@@ -127,7 +127,7 @@ class Engine:
         check_batch_dim(batch_dim, self._model.argument_names)
         wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
-        plan = decide(wish, layers=layers, why_uncut=self._model.why_uncut, world=options.world)
+        plan = decide(wish, layers=layers, why_uncut=self._model.why_uncut, world=options.world, launched=job is not None)
         settings = Settings(
             batch_dim=batch_dim,
             mean=loss_reduction == "mean",
@@ -136,8 +136,9 @@ class Engine:
             seed=torch.initial_seed() if seed is None else seed,
             auto=(wish.strategy or "auto") == "auto",
             target_is_argument=loss_fn is None,
+            needs_target=isinstance(loss_fn, nn.modules.loss._Loss),
         )
-        log = StepLog(options.logdir) if options.logdir is not None else None
+        log = _log(options.logdir)
         self._controller = Controller(self._model, Assembly(self._model, plan, options, split, loss_fn), settings, example, log)
         self._batch_dim = batch_dim
         self._max_grad_norm = max_grad_norm
@@ -374,6 +375,7 @@ class Engine:
         if self._front is None:
             raise OptimizerError(
                 f"{what} needs an optimizer and the engine was given None; pass one over model.parameters(), or a callable"
+                " such as lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)"
             )
         return self._front
 
@@ -443,3 +445,17 @@ def _at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _log(logdir: str | None) -> StepLog | None:
+    """Where steps are logged, if anywhere.
+
+    Raises:
+        PlanError: the folder cannot be written to.
+    """
+    if logdir is None:
+        return None
+    try:
+        return StepLog(logdir)
+    except OSError as error:
+        raise PlanError(f"logdir {logdir!r} cannot be written to ({error.strerror or error}); give a folder of your own") from None

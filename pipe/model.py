@@ -59,6 +59,16 @@ class Model:
         return tuple(p.name for p in found if p.kind in kinds)
 
     @property
+    def most_arguments(self) -> int | None:
+        """How many positional arguments forward takes at most; None where that is not known."""
+        first = self.whole if self.layers is None else next(iter(self.whole._modules.values()))
+        try:
+            found = inspect.signature(first.forward).parameters.values() if first is not None else ()
+        except (TypeError, ValueError):
+            return None
+        return None if any(p.kind is p.VAR_POSITIONAL for p in found) else len(self.forward_names)
+
+    @property
     def argument_names(self) -> tuple[str, ...] | None:
         """Names of all arguments that the model takes; None where it takes any."""
         if self.layers is None:

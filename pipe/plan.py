@@ -114,12 +114,13 @@ def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...]) 
     return Schedule(tuple(placed))
 
 
-def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | None = None) -> Plan:
+def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | None = None, launched: bool = False) -> Plan:
     """The plan for a wish: the strategy that was asked for, or the one that fits, with its reason.
 
     Args:
         layers: how many the model can be cut into; None: it cannot be cut, for the reason `why_uncut`.
-        world: how many workers the launcher started; None: a script run without it.
+        world: how many workers the launcher started; None: a script run without it, or with one worker, whose stages are threads.
+        launched: whether there is a launcher, for the reason.
 
     Raises:
         PlanError: the wish cannot be met.
@@ -136,7 +137,7 @@ def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | 
     if strategy == "ddp":
         return _ddp(chosen, "asked for", world)
     if stages * replicas == 1 and strategy == "auto":
-        return _single(chosen, "one worker" if world is not None else "started without pipe-launch and without stages")
+        return _single(chosen, "one worker" if launched or world is not None else "started without pipe-launch and without stages")
     uncut = why_uncut if layers is None else f"it has {layers} layer{'s' * (layers != 1)}, fewer than the stages" if layers < stages else ""
     if uncut and stages > 1:
         return _uncut(chosen, strategy, uncut, world)
