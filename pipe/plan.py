@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -209,21 +208,3 @@ def _uncut(plan: Plan, strategy: str, why: str, world: int | None) -> Plan:
             f"modules with at least {plan.stages} layers" + ("" if world is None else ", or strategy 'auto', which falls back to ddp")
         )
     return _ddp(plan, f"the model cannot be cut into {plan.stages} stages: {why}", world)
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of "8GiB", "500MB" or a number; K, M, G, T with an i are powers of 1024, without of 1000.
-
-    Raises:
-        PlanError: it is no size.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    found = _SIZE.fullmatch(str(text).strip())
-    if not found:
-        raise PlanError(f"memory is {text!r}; it is a size such as '8GiB' or '500MB', or bytes as a number")
-    power = " KMGT".index((found[2] or " ").upper())
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -43,7 +43,7 @@ def test_constructor(options: dict[str, Any], says: str) -> None:
 def test_sum_is_a_sum_if_both_say_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with pipe.Engine(model, None, nn.MSELoss(reduction="sum"), loss_reduction="sum", stages=2, micro_batches=4) as engine:
-        assert engine.eval_step(X, target=Y) == pytest.approx(float(nn.functional.mse_loss(model(X), Y, reduction="sum")), rel=1e-5)
+        assert engine.eval_step(X, target=Y) == pytest.approx(nn.functional.mse_loss(model(X), Y, reduction="sum").item(), rel=1e-5)
 
 
 def test_steps(tmp_path: Path) -> None:

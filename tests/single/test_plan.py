@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipe.action import Op, Schedule
 from pipe.errors import PlanError
-from pipe.plan import Plan, Wish, decide, parse_size
+from pipe.plan import Plan, Wish, decide
 from pipe.schedules import NAMES, schedule
 
 UNCUT = "Custom is neither an nn.Sequential nor a list of layers"
@@ -156,28 +156,3 @@ def test_the_plan_in_one_line() -> None:
     plan = Plan("hybrid", 2, 3, 8, schedule="1f1b", reason="asked for")
     assert str(plan) == "hybrid: 2 stages x 3 replicas, 8 micro-batches, 1f1b; asked for"
     assert str(replace(plan, strategy="single", stages=1, replicas=1, micro_batches=1)) == "single: 1 stage, 1 micro-batch; asked for"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("8GiB", 8 * 2**30),
-        ("8 GiB", 8 * 2**30),
-        ("500MB", 500 * 10**6),
-        ("1.5k", 1500),
-        ("1.5Ki", 1536),
-        ("2TiB", 2 * 2**40),
-        ("100", 100),
-        ("100B", 100),
-        (" 3gb ", 3 * 10**9),
-        (12345, 12345),
-    ],
-)
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "8 GHz", "-1GB", "GiB", "1e9", "8iB", "eight", True, None])
-def test_what_is_no_size(text: Any) -> None:
-    with pytest.raises(PlanError, match="it is a size such as '8GiB' or '500MB', or bytes as a number"):
-        parse_size(text)
