@@ -37,7 +37,7 @@ __all__ = ["Member", "Session", "alive", "current", "join"]
 _PING_EVERY = 5.0  # seconds between two looks at rank 0
 _PING_AGAIN = 1.0  # seconds after a look that failed
 _FAREWELL = 1.0  # seconds for stops to be acknowledged
-_GRACE = 5.0  # seconds for a graceful shutdown of RPC
+_GRACE = 5.0  # seconds for RPC to shut down
 _WEEK = 7 * 86400.0
 _RPC_THREADS = 4  # what runs in them only enqueues
 
@@ -127,8 +127,8 @@ class Session:
     def leave(self, graceful: bool) -> None:
         """Ends the job for all (from rank 0), or for this process.
 
-        After a failure leave without grace: RPC's own shutdown waits for ever on a dead process. Then nothing is waited for but, a
-        second at most, that the others know.
+        After a failure leave without grace: a graceful end of RPC waits for ever on a dead process. Then nothing is waited for but, a
+        second at most, that the others know, and for RPC's own threads to end.
         """
         if _session is not self:
             return
@@ -140,10 +140,10 @@ class Session:
     def _depart(self, graceful: bool) -> None:
         global _session
         _session = None
-        if graceful:
-            ending = threading.Thread(target=_shut_down, name="rpc shutdown", daemon=True)
-            ending.start()
-            ending.join(_GRACE)
+        # Also without grace: Python's own end would meet RPC's threads and abort.
+        ending = threading.Thread(target=_shut_down, args=(graceful,), name="rpc shutdown", daemon=True)
+        ending.start()
+        ending.join(_GRACE)
 
 
 class _Watched:
@@ -253,7 +253,7 @@ def _wait(futures: list[Future[Any]], seconds: float) -> None:
         time.sleep(0.001)
 
 
-def _shut_down() -> None:
+def _shut_down(graceful: bool) -> None:
     logging.getLogger("torch.distributed.rpc.api").disabled = True  # a peer that is gone is no news here
     with suppress(RuntimeError):
-        rpc.shutdown(graceful=True)
+        rpc.shutdown(graceful=graceful)
