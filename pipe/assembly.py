@@ -182,7 +182,8 @@ class Assembly:
         modules = [m for m in self._model.whole._modules.values() if m is not None]
         sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in modules]
         counts = balance([size + 1.0 for size in sizes], self.plan.stages)
-        return self._kept_together(counts)
+        self._model.check(counts)
+        return counts
 
     def _measure(self, example: Example | None, batch_dim: BatchDim) -> None:
         """Cuts by measured time; by bytes where there is nothing to measure with, or a layer raises, which the step will tell better."""
@@ -206,26 +207,16 @@ class Assembly:
                 how = f"cut by measured time, dearest layer {max(cost.total for cost in costs) * 1e3:.3g} ms a micro-batch"
             except PlanError as error:
                 how = f"cut by parameter bytes, since a layer could not be measured ({str(error).splitlines()[0][:200]})"
-        self._to_measure = False
-        self.plan = replace(self.plan, split=self._kept_together(counts), reason=f"{self.plan.reason}, {how}")
-
-    def _kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         self._model.check(counts)
-        return counts
+        self._to_measure = False
+        self.plan = replace(self.plan, split=counts, reason=f"{self.plan.reason}, {how}")
 
     def _device_0(self) -> str:
         return self._seat(0).device()
 
     def _check_fits(self, shell: Shell | None) -> None:
         weights = sum(p.numel() * p.element_size() for _, p in self._model.parameters)
-        kept = (
-            0
-            if shell is None
-            else 2
-            if any("betas" in group for group in shell.groups)
-            else int(any(group.get("momentum") for group in shell.groups))
-        )
-        need = weights * (2 + kept)
+        need = weights * (2 + (shell.copies if shell is not None else 0))
         device = torch.device(self._device_0())
         has = available(device, self.plan.replicas)
         if has and need > has:

@@ -7,8 +7,6 @@ next  <-------- done ---------- settles the step before: its failure, if any, is
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,49 +15,21 @@ from typing import Any
 import torch
 
 from pipe.ambient import Ambient
+from pipe.announce import logger
 from pipe.assembly import Assembly, Example
 from pipe.errors import BatchError, PlanError, StageError
 from pipe.logs import StepLog
-from pipe.micro_batch import Batch, BatchDim, cut
+from pipe.micro_batch import Batch, cut
 from pipe.model import Model
 from pipe.optimizer import Shell
 from pipe.report import Report, advice
+from pipe.settings import Settings
 from pipe.stage import Feed, Run
 from pipe.trace import Trace
 from pipe.update import Update
 from pipe.worker import Done, Step
 
-logger = logging.getLogger("pipe")
 _ADVICE_AFTER = 20  # steps
-
-
-class _Stderr(logging.Handler):
-    """To what sys.stderr is at that moment."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"pipe: {record.getMessage()}", file=sys.stderr, flush=True)
-
-
-def be_heard() -> None:
-    """What is announced reaches the user also where the script configures no logging."""
-    if not logger.hasHandlers():
-        logger.addHandler(_Stderr())
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How batches are cut and losses weighted, and what keys the random streams."""
-
-    batch_dim: BatchDim = 0
-    mean: bool = True  # else losses are summed
-    loss_weight: Callable[[Any], float] | None = None
-    precision: str = "fp32"
-    seed: int = 0
-    auto: bool = True  # the strategy may change with the batch
-    target_is_argument: bool = False  # of forward, since the model makes its loss
-    needs_target: bool = False  # the loss cannot do without
 
 
 @dataclass
@@ -231,16 +201,11 @@ class Controller:
         if self._log is not None:
             self._log.close()
 
+    @torch.inference_mode(False)  # what is copied here may be trained on later, though the caller infers
     def _start(
         self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
     ) -> tuple[Batch, int]:
         """Cuts the batch and sends every worker its part of the pass; gives the ticket."""
-        with torch.inference_mode(False):  # what is copied here may be trained on later
-            return self._send(args, target, kwargs, kind, zero=zero, update=update)
-
-    def _send(
-        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
-    ) -> tuple[Batch, int]:
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
         self._check_arguments(args, target, kwargs, kind)
@@ -256,7 +221,7 @@ class Controller:
         self.ready()
         self._follow_freezing()
         self._judge(batch)
-        feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._shares(batch))]
+        feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._settings.shares(batch))]
         number = self.number()
         call = self._step if kind == "train" else -number
         base = Run(kind, {}, self._settings.seed, call, Ambient.capture(self._settings.precision))
@@ -292,24 +257,6 @@ class Controller:
         if trainable != self._trainable:
             self.ask("freeze", trainable)
             self._trainable = trainable
-
-    def _shares(self, batch: Batch) -> list[float]:
-        """Each micro-batch's share of the loss: n_m / n by rows, or by `loss_weight`; 1 where losses are summed."""
-        if not self._settings.mean:
-            return [1.0] * len(batch.pieces)
-        if self._settings.loss_weight is None:
-            return [n / batch.size for n in batch.sizes] if batch.size else [1.0]
-        found = [self._settings.loss_weight(piece.target) for piece in batch.pieces]
-        try:
-            weights = [float(weight) for weight in found]
-        except (TypeError, ValueError):
-            raise BatchError(f"loss_weight gave {found}; it gives a number for a target: count what the loss is a mean over") from None
-        total = sum(weights)
-        if not total > 0 or min(weights) < 0:
-            raise BatchError(
-                f"loss_weight gave {weights}; weights are not negative and not all 0: count what the loss is a mean over, say valid tokens"
-            )
-        return [weight / total for weight in weights]
 
     def _judge(self, batch: Batch) -> None:
         """Says, once, where a pipeline cannot help since the batch stays whole, and notes it in the plan."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from pipe import wire
+from pipe.action import Action
 from pipe.desk import Desk
 from pipe.errors import Failure, PlanError
 from pipe.session import Session
@@ -262,11 +263,11 @@ def _overdue(worker: int, doing: Doing, timeout: float | None, host: str, pid: i
     if doing is None or not timeout or doing[1] <= timeout:
         return None
     where = doing[0]
-    stage = int(where.rpartition("@")[2]) if "@" in where else None
+    action = Action.parse(where) if "@" in where else None
+    who = f"stage {action.stage}" if action else f"worker {worker}"
     text = (
-        f"stage {stage} has been in {where} for {doing[1]:.1f} s and the time-out is {timeout:g} s; one action ends within it: "
+        f"{who} has been in {where} for {doing[1]:.1f} s and the time-out is {timeout:g} s; nothing takes longer: "
         "give more time with --timeout SECONDS or timeout= (0: for ever), or look at what the stage does"
     )
-    return Failure(
-        where, worker, host, pid, "TimeoutError", text, "", stage, int(where[1 : where.index("@")]) if stage is not None else None
-    )
+    stage, micro_batch = (action.stage, action.micro_batch) if action else (None, None)
+    return Failure(where, worker, host, pid, "TimeoutError", text, "", stage, micro_batch)

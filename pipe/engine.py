@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipe import session
+from pipe.announce import be_heard
 from pipe.arguments import check, check_batch_dim, check_later
 from pipe.assembly import Assembly, Example
-from pipe.controller import Controller, Settings, be_heard
+from pipe.controller import Controller
 from pipe.errors import OptimizerError, PlanError, StageError
 from pipe.fit import EpochResult
 from pipe.fit import fit as run_fit
@@ -30,6 +31,7 @@ from pipe.options import merge
 from pipe.partition.spec import Layer
 from pipe.plan import Plan, Wish, decide
 from pipe.report import Report
+from pipe.settings import Settings
 from pipe.trace import Trace
 from pipe.update import Update
 

@@ -31,6 +31,13 @@ class Shell:
     groups: Groups
     state: Mapping[str, Mapping[str, Any]]
 
+    @property
+    def copies(self) -> int:
+        """How many tensors of a parameter's size it keeps for each, about: 2 for Adam and its kin, 1 for momentum."""
+        if any("betas" in group for group in self.groups):
+            return 2
+        return int(any(group.get("momentum") for group in self.groups))
+
     def only(self, names: set[str]) -> Shell:
         """The part of it that concerns these parameters."""
         return Shell(self.cls, self.attributes, self.groups, {name: kept for name, kept in self.state.items() if name in names})

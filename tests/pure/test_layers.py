@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 ROWS = (
     "errors action",
-    "chart schedules trace simulator clock report placement partition partition.balance",
+    "announce chart schedules trace simulator clock report placement partition partition.balance",
     "follower partition.spec partition.sequence partition.measure",
     "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler"
     " rng side_stream silent strides wire",
     "signing members session transport",
-    "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas stage update worker",
+    "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas settings stage update worker",
     "controller engine fit logs",
 )
 PURE = ROWS[0].split() + ROWS[1].split()
