@@ -35,9 +35,9 @@ def make(name: str) -> tuple[list[nn.Module], list[int], Tensor, Tensor]:
         stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool)
         blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
         layers = [stem, *blocks, nn.Sequential(resnet.avgpool, nn.Flatten(1), resnet.fc)]
-        return layers, [4, 6], torch.randn(64, 3, 96, 96), torch.randn(64, 256)
-    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)]
-    return layers, [2, 2], torch.randn(8192, 1024), torch.randn(8192, 1024)  # a micro-batch has 1024 rows: 4 MiB cross
+        return layers, [5, 5], torch.randn(64, 3, 96, 96), torch.randn(64, 256)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
+    return layers, [4, 4], torch.randn(8192, 1024), torch.randn(8192, 1024)  # a micro-batch has 1024 rows: 4 MiB cross
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

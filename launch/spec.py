@@ -15,6 +15,9 @@ from launch.foreign import ROOT
 from launch.network import Endpoint
 
 ENTRY = ROOT / "launch" / "worker.py"
+# A step frees what the next one allocates. glibc gives such memory back, and every step would fault each of its pages in anew, zeroed:
+# a fifth of the time of a convolutional step under GPipe. Its own default also keeps less for threads other than the first.
+KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +150,7 @@ def expand(command: Command, workers: Sequence[int], env: Mapping[str, str], *, 
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": str(threads_for(count, cores, env.get("OMP_NUM_THREADS"))),
+            **{name: env.get(name, value) for name, value in KEPT_MEMORY.items()},
             "TORCH_CPP_LOG_LEVEL": env.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             "PIPE_LAUNCHER": str(os.getpid()),
             "PIPE_JOB": settled.to_json(),

@@ -39,7 +39,7 @@ _PING_AGAIN = 1.0  # seconds after a look that failed
 _FAREWELL = 1.0  # seconds for stops to be acknowledged
 _GRACE = 5.0  # seconds for RPC to shut down
 _WEEK = 7 * 86400.0
-_RPC_THREADS = 4  # what runs in them only enqueues
+_RPC_THREADS = 2  # what runs in them only enqueues
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ def test_threads_are_divided_among_the_workers_of_a_host_unless_set():
     env = {"interface": "lo", "cores": 8, "secret": ""}
     assert [run.env["OMP_NUM_THREADS"] for run in expand(job, (1, 2), {}, **env)] == ["8", "4", "4"]
     assert expand(job, (3,), {"OMP_NUM_THREADS": "5"}, **env)[0].env["OMP_NUM_THREADS"] == "5"
+    assert expand(job, (3,), {"MALLOC_ARENA_MAX": "4"}, **env)[0].env["MALLOC_ARENA_MAX"] == "4"
 
 
 def test_command_travels_as_json():
