@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 _DEVICE_TYPES = ("cpu", "cuda")
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Ambient:
 
     @classmethod
     def capture(cls, precision: str = "fp32") -> Ambient:
-        """What is in force in the calling thread; precision "bf16" adds autocast to bfloat16 on every device type."""
+        """What is in force in the calling thread; precision "bf16" or "fp16" adds autocast to that on every device type."""
         casts = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)}
-        if precision == "bf16":
-            casts = dict.fromkeys(_DEVICE_TYPES, torch.bfloat16)
+        if precision in _CASTS:
+            casts = dict.fromkeys(_DEVICE_TYPES, _CASTS[precision])
         return cls(tuple(casts.items()), torch.get_deterministic_debug_mode(), torch.get_default_dtype())
 
     @contextmanager

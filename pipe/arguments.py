@@ -28,8 +28,8 @@ def check(*, loss_fn: Any, loss_reduction: Any, loss_weight: Any, precision: Any
         )
     if loss_reduction not in ("mean", "sum"):
         raise PlanError(f"loss_reduction is {loss_reduction!r}; it is 'mean' or 'sum', over the mini-batch")
-    if precision not in ("fp32", "bf16"):
-        raise PlanError(f"precision is {precision!r}; this version has 'fp32' and 'bf16': choose one of them")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise PlanError(f"precision is {precision!r}; it is 'fp32', 'bf16' or 'fp16': choose one of them")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm >= 0):
         raise PlanError(f"max_grad_norm is {max_grad_norm!r}; it is a number of at least 0: use say 1.0, or None for no clipping")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

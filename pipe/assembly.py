@@ -124,6 +124,7 @@ class Assembly:
         """Tells the holders of a stage to build it; gives the ticket."""
         blueprint = self._blueprint(s, state)
         pickled: Blueprint | None = None
+        ties = self._model.ties(self.plan.split), self._model.ties(self.plan.split, buffers=True)
         orders = {}
         for w in range(s, self.plan.workers, self.plan.stages):
             remote = w > 0 and self._options.world is not None
@@ -133,7 +134,7 @@ class Assembly:
             last = s == self.plan.stages - 1
             loss_fn = None if not last else dump_module(self._loss_fn) if remote else self._loss_fn
             own = pickled if remote and pickled is not None else blueprint.copied()
-            orders[w] = Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w))
+            orders[w] = Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w), *ties)
         return self.crew.tell("build", orders)
 
     def _answers(self, ticket: int) -> Mapping[int, Any]:

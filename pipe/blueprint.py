@@ -14,6 +14,7 @@ from pipe.loss import LossFn
 from pipe.optimizer import Shell
 from pipe.partition.sequence import Chain
 from pipe.partition.spec import Layer, build_layers
+from pipe.partition.ties import Tie
 from pipe.placement import device_for
 from pipe.plan import Plan
 
@@ -79,6 +80,8 @@ class Build:
     names: tuple[str, ...]  # all parameters of the unsplit model, in its order
     loss_fn: LossFn | bytes | None
     seat: Seat
+    ties: tuple[Tie, ...] = ()  # parameters on several stages
+    shared_buffers: tuple[Tie, ...] = ()
 
 
 @dataclass(frozen=True)

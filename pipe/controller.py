@@ -7,6 +7,7 @@ next  <-------- done ---------- settles the step before: its failure, if any, is
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ from pipe.micro_batch import Batch, cut
 from pipe.model import Model
 from pipe.optimizer import Shell
 from pipe.report import Report, advice
+from pipe.scaling import LossScale
 from pipe.settings import Settings
-from pipe.stage import Feed, Run
+from pipe.stage import Feed, Loss, Run
 from pipe.trace import Trace
 from pipe.update import Update
 from pipe.worker import Done, Step
@@ -39,6 +41,7 @@ class _Pending:
     ticket: int
     batch: Batch
     step: int
+    steps: bool  # the optimizer, too
     loss: float = float("nan")
 
 
@@ -63,6 +66,7 @@ class Controller:
         self._last: tuple[Trace, int] | None = None  # and rows
         self._said: set[str] = set()
         self._trainable: dict[str, bool] = {}
+        self._scale = LossScale() if settings.precision == "fp16" else None
 
     def train(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], *, zero: bool, update: Update | None) -> float:
         """The loss of a training step, as soon as it is known.
@@ -70,16 +74,22 @@ class Controller:
         Raises:
             BatchError, PlanError, StageError: see Engine.train_step.
         """
+        if not torch.is_grad_enabled():
+            raise PlanError(
+                "training was called under torch.no_grad() or inference_mode(); it needs gradients: call it outside, or eval_step"
+            )
         batch, ticket = self._start(args, target, kwargs, "train", zero=zero, update=update)
         self._step += 1
-        self._pending = pending = _Pending(ticket, batch, self._step)
+        self._pending = pending = _Pending(ticket, batch, self._step, update is not None)
         self.stale = True
         try:
             losses = self.assembly.desk.early(ticket, self.assembly.loss_workers(len(batch.pieces)))
         except StageError as error:
             self._fail(error)
             raise
-        pending.loss = _sum(losses)
+        pending.loss, told = _sum(losses)
+        if not told:  # nothing counts, which the workers refuse
+            self.settle()
         return pending.loss
 
     def evaluate(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> float:
@@ -91,7 +101,7 @@ class Controller:
         except StageError as error:
             self._fail(error)
             raise
-        return _sum(losses)
+        return _sum(losses)[0]
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The merged output in eval mode, without gradients."""
@@ -122,8 +132,16 @@ class Controller:
 
     def gather(self, what: str) -> dict[str, Any]:
         """What the workers of the first replica hold, by full name, in the model's order."""
-        found = self.ask("collect", what)
+        found = self.ask("collect", (self.number(), what))
         return {name: value for w in range(self.assembly.plan.stages) for name, value in found[w].items()}
+
+    def stepped(self, finite: bool) -> None:
+        """After an optimizer's step, or one that was left out since a gradient was not finite."""
+        if self._scale is None:
+            return
+        self._scale.stepped(finite)
+        if not finite:
+            logger.info(f"a gradient was not finite: the step is left out, and the loss is scaled by {self._scale.value:g} from now on")
 
     def number(self) -> int:
         """The number of the next pass or command that uses the transport."""
@@ -140,10 +158,13 @@ class Controller:
         if pending is None:
             return
         try:
-            self._keep(self.assembly.desk.done(pending.ticket), pending.batch)
+            done = self.assembly.desk.done(pending.ticket)
         except StageError as error:
             self._fail(error)
             raise
+        self._keep(done, pending.batch)
+        if pending.steps:
+            self.stepped(done[0].finite)
         trace, rows = self.last()
         if self._log is not None:
             self._log.step(pending.step, pending.loss, rows, trace)
@@ -224,12 +245,13 @@ class Controller:
         feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._settings.shares(batch))]
         number = self.number()
         call = self._step if kind == "train" else -number
-        base = Run(kind, {}, self._settings.seed, call, Ambient.capture(self._settings.precision))
+        scale = self._scale.value if self._scale is not None and kind == "train" else 1.0
+        base = Run(kind, {}, self._settings.seed, call, self._settings.reduction, scale, Ambient.capture(self._settings.precision))
         began = time.perf_counter()
         steps = {}
         for w in sorted(self.assembly.workers):
             runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
-            steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update)
+            steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update, scale)
         return batch, self.assembly.crew.tell("step", steps)
 
     def _check_arguments(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str) -> None:
@@ -292,7 +314,12 @@ class Controller:
             self.broken = error
 
 
-def _sum(losses: Mapping[int, Mapping[int, float]]) -> float:
-    """The loss of the mini-batch: the sum in micro-batch order of each one's share."""
+def _sum(losses: Mapping[int, Mapping[int, Loss]]) -> tuple[float, bool]:
+    """The loss of the mini-batch: the sum in micro-batch order of each one's share, divided by the counts where they were told; and
+    whether there is one, since the counts may be 0."""
     by_micro_batch = {m: loss for each in losses.values() for m, loss in each.items()}
-    return sum((by_micro_batch[m] for m in sorted(by_micro_batch)), 0.0)
+    total = sum((by_micro_batch[m][0] for m in sorted(by_micro_batch)), 0.0)
+    counts = [count for _, count in by_micro_batch.values() if count is not None]
+    if not counts:
+        return total, True
+    return (total / sum(counts), True) if sum(counts) else (math.nan, False)

@@ -273,7 +273,7 @@ class Engine:
         if wrong or (strict and (missing or unexpected)):
             found = wrong + ([f"missing keys: {missing}", f"unexpected keys: {unexpected}"] if strict else [])
             raise RuntimeError("the state_dict does not fit the model: " + "; ".join(found))
-        self._controller.ask("load", {k: v for k, v in state.items() if k in own})
+        self._controller.ask("load", self._model.even({k: v for k, v in state.items() if k in own}))
         self._controller.stale = True
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
@@ -384,7 +384,8 @@ class Engine:
     def _step_workers(self) -> None:
         self._controller.settle()
         update = Update(self._need_front("step").groups())
-        self._controller.ask("optimizer_step", (self._controller.number(), update))
+        stepped = self._controller.ask("optimizer_step", (self._controller.number(), update))
+        self._controller.stepped(stepped[0])
         self._controller.stale = True
 
     def _zero_workers(self, set_to_none: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,20 +16,36 @@ from pipe.silent import draws
 LossFn = Callable[[Any, Any], Any]
 
 
-def loss_of(loss_fn: LossFn | None, output: Any, target: Any) -> Tensor:
-    """The 0-dim loss: `loss_fn(output, target)`, or, without one, the model's own.
+def loss_of(loss_fn: LossFn | None, output: Any, target: Any) -> tuple[Tensor, float | None]:
+    """The 0-dim loss, `loss_fn(output, target)` or, without one, the model's own; and the count that it is a sum over, if `loss_fn` gave
+    (sum, count).
 
     A model's own loss is its 0-dim output, `.loss`, `["loss"]` or the first of a tuple.
 
     Raises:
-        PlanError: it is not a 0-dim tensor.
+        PlanError: it is not a 0-dim tensor, or the count is no number of at least 0.
     """
     loss = _own_loss(output) if loss_fn is None else loss_fn(output, target)
+    count = None
+    if loss_fn is not None and isinstance(loss, tuple) and len(loss) == 2:
+        loss, count = loss[0], _number(loss[1])
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         source = "the model returned" if loss_fn is None else "loss_fn returned"
-        raise PlanError(f"{source} {found} as its loss; a loss is a 0-dim tensor: reduce it with .mean() or .sum(), or pass loss_fn=")
-    return loss
+        raise PlanError(
+            f"{source} {found} as its loss; a loss is a 0-dim tensor, or (sum, count): reduce it with .mean() or .sum(), or pass loss_fn="
+        )
+    return loss, count
+
+
+def _number(count: Any) -> float:
+    try:
+        number = float(count)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise PlanError(f"loss_fn returned (sum, {count!r}); the second is how many the sum is over, a number of at least 0: count them")
+    return number
 
 
 def _own_loss(output: Any) -> Any:

@@ -13,8 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from pipe.errors import PlanError
 from pipe.follower import Follower, StaleWarning
-from pipe.partition.sequence import Chain, Keywords, crossing, keywords, layers_of, resolve, route, ties, why_whole
+from pipe.partition import ties
+from pipe.partition.sequence import Chain, Keywords, keywords, layers_of, resolve, route, why_whole
 from pipe.partition.spec import Layer, LayerSpec, skeleton
+from pipe.partition.ties import Tie
 
 
 class Model:
@@ -39,8 +41,13 @@ class Model:
                 f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first"
             )
         self.parameters = list(self.whole.named_parameters())
+        self.tied = [] if self.layers is None else ties.tied(self._modules, self.layers.names)
         self.takes: Mapping[str, Keywords] = self._takes()
         self._hooks: list[Any] = []
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [m for m in self.whole._modules.values() if m is not None]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +92,7 @@ class Model:
         """Layers per stage as asked for, or the only possibility; None where they are to be measured.
 
         Raises:
-            PlanError: the split does not fit, or separates layers that share weights.
+            PlanError: the split does not fit, or see `check`.
         """
         assert self.layers is not None
         counts = resolve(split, self.layers.names, stages)
@@ -96,19 +103,21 @@ class Model:
         return counts
 
     def check(self, counts: Sequence[int]) -> None:
-        """Refuses a cut between layers that share weights.
+        """Refuses a cut after which stages would silently disagree on what they share.
 
         Raises:
-            PlanError: names them.
+            PlanError: see `pipe.partition.ties.check`.
         """
         assert self.layers is not None
-        modules = [m for m in self.whole._modules.values() if m is not None]
-        apart = crossing(ties(modules, self.layers.names), self.layers.names, counts)
-        if apart:
-            raise PlanError(
-                f"split {list(counts)} separates {' and '.join(apart[0])}, which are one weight; it stays on one stage in this version: "
-                "put these layers into one stage with split=, or use fewer stages"
-            )
+        ties.check(self._modules, self.layers.names, counts, (*self.ties(counts), *self.ties(counts, buffers=True)))
+
+    def ties(self, counts: Sequence[int], *, buffers: bool = False) -> tuple[Tie, ...]:
+        """The parameters, or buffers, that the cut gives to several stages."""
+        if self.layers is None:
+            return ()
+        kind = {name for name, _ in (self.whole.named_buffers if buffers else self.whole.named_parameters)(remove_duplicate=False)}
+        groups = [group for group in self.tied if group[0] in kind]
+        return ties.separated(groups, self.layers.names, counts)
 
     def lost_keywords(self, given: Mapping[str, Any]) -> str:
         """What is wrong with keyword arguments that no layer takes; empty if nothing is."""
@@ -131,6 +140,14 @@ class Model:
                 else:  # a buffer that was None when the engine was made
                     path, _, buffer = name.rpartition(".")
                     self.whole.get_submodule(path).register_buffer(buffer, tensor)
+
+    def even(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with one value for all names of a shared tensor: the last that it holds, as if it were loaded in the model's order."""
+        evened = dict(state)
+        for group in self.tied:
+            given = [name for name in group if name in state]
+            evened.update(dict.fromkeys(group, state[given[-1]]) if given else {})
+        return evened
 
     def follow(self, stale: Callable[[], bool], load: Callable[[dict[str, Any]], None]) -> None:
         """From now on warns once when the user's model is used while its weights are older than those of the stages, and passes on
@@ -159,7 +176,7 @@ class Model:
     def _takes(self) -> Mapping[str, Keywords]:
         if self.layers is None:
             return {}
-        return keywords([m for m in self.whole._modules.values() if m is not None], self.layers.names)
+        return keywords(self._modules, self.layers.names)
 
 
 def _loaded(prefix: str, load: Callable[[dict[str, Any]], None], module: nn.Module, keys: Any) -> None:

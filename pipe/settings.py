@@ -23,6 +23,11 @@ class Settings:
     target_is_argument: bool = False  # of forward, since the model makes its loss
     needs_target: bool = False  # the loss cannot do without
 
+    @property
+    def reduction(self) -> str:
+        """How micro-batches' losses make that of the mini-batch, as a stage is told."""
+        return "sum" if not self.mean else "mean" if self.loss_weight is None else "weight"
+
     def shares(self, batch: Batch) -> list[float]:
         """Each micro-batch's share of the loss: n_m / n by rows, or by `loss_weight`; 1 where losses are summed."""
         if not self.mean:

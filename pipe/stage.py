@@ -26,6 +26,8 @@ from pipe.loss import LossFn, loss_draws, loss_of, on_device
 from pipe.partition.sequence import Chain
 from pipe.wire import Message
 
+Loss = tuple[float, float | None]  # of a micro-batch: its part of the mini-batch's loss, or (sum, count)
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -45,6 +47,8 @@ class Run:
     feeds: Mapping[int, Feed]  # by micro-batch
     seed: int
     call: int  # number of the forward_backward call; below 0 for an evaluation
+    reduction: str = "mean"  # of losses over the mini-batch: "mean" by rows, "weight" by loss_weight, or "sum"
+    scale: float = 1.0  # of the loss, in its backward only
     ambient: Ambient = field(default_factory=Ambient)
 
     @property
@@ -71,7 +75,7 @@ class Stage:
         self.module = module.to(self.device)
         self.last = last
         self.loss_fn = on_device(loss_fn, self.device) if last else None
-        self.on_losses: Callable[[dict[int, float]], None] = lambda losses: None
+        self.on_losses: Callable[[dict[int, Loss]], None] = lambda losses: None
         self.outputs: dict[int, Any] = {}
         self._statistics = PooledStatistics(module)
         self._draws = rng.draws(module)
@@ -81,6 +85,7 @@ class Stage:
         self._run = Run("predict", {}, 0, 0)
         self._saved: dict[int, _Saved] = {}
         self._losses: dict[int, Tensor] = {}
+        self._counts: dict[int, float] = {}
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -97,6 +102,7 @@ class Stage:
                 module.training = mode
             self._saved.clear()
             self._losses.clear()
+            self._counts.clear()
             self.outputs = {}
             self._statistics.drop()
 
@@ -104,6 +110,11 @@ class Stage:
     def saved(self) -> int:
         """How many micro-batches are held for their backward."""
         return len(self._saved)
+
+    @property
+    def count(self) -> float | None:
+        """What the sums of this pass's losses are to be divided by; None where losses are means."""
+        return sum(self._counts.values()) if self._counts else None
 
     @property
     def statistics(self) -> PooledStatistics:
@@ -175,15 +186,28 @@ class Stage:
             self.outputs[micro_batch] = _kept(output)
             return
         with saved.streams if saved.streams is not None and self._loss_draws and not self._draws else nullcontext():
-            loss = loss_of(self.loss_fn, output, _on(feed.target, self.device)) * feed.share
+            loss, count = loss_of(self.loss_fn, output, _on(feed.target, self.device))
+        if count is not None and self._run.reduction != "sum":
+            self._counts[micro_batch] = self._checked(count)
+        else:
+            loss = loss * feed.share
         if self._run.trains and not loss.requires_grad:
             raise PlanError("the loss has no graph, so nothing would be trained; it needs one to a parameter: do not detach it")
         if self._run.trains:
-            saved.roots = [loss]
+            saved.roots = [loss if self._run.scale == 1.0 else loss * self._run.scale]
             self._saved[micro_batch] = saved
         self._losses[micro_batch] = loss.detach()
         if len(self._losses) == len(self._run.feeds):  # known now, while most of the backward is still to come
-            self.on_losses({m: float(value) for m, value in self._losses.items()})
+            self.on_losses({m: (float(value), self._counts.get(m)) for m, value in self._losses.items()})
+
+    def _checked(self, count: float) -> float:
+        if self._run.reduction == "weight":
+            raise PlanError("loss_fn returned (sum, count) and loss_weight is set; each gives what to divide by: leave loss_weight out")
+        if len(self._losses) != len(self._counts):
+            raise PlanError(
+                "loss_fn returned (sum, count) for one micro-batch and a loss alone for another; it returns one form: choose one"
+            )
+        return count
 
     def _streams(self, micro_batch: int) -> rng.Streams | None:
         if not (self._draws or self._loss_draws):

@@ -31,6 +31,30 @@ class Update:
     max_norm: float | None = None
 
 
+@dataclass(frozen=True)
+class Vote:
+    """What a worker says when it has done its part of a pass: what the sums of its losses are to be divided by, where the loss function
+    tells that, and whether its gradients are finite, where that is asked."""
+
+    count: float | None = None
+    finite: bool = True
+
+
+def judge(votes: list[Vote]) -> Vote:
+    """All workers' votes in one.
+
+    Raises:
+        PlanError: the counts add up to nothing.
+    """
+    counts = [vote.count for vote in votes if vote.count is not None]
+    if counts and not sum(counts) > 0:
+        raise PlanError(
+            f"the counts of loss_fn add up to {sum(counts):g} over the mini-batch; the loss is the sum divided by them: leave out batches "
+            "in which nothing counts"
+        )
+    return Vote(sum(counts) if counts else None, all(vote.finite for vote in votes))
+
+
 def agree(transport: Transport, index: int, workers: int, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
     """The verdict that worker 0 makes of every worker's vote, the same on all workers.
 

@@ -31,11 +31,13 @@ from pipe.memory import PeakMemory
 from pipe.optimizer import apply_groups, state_on
 from pipe.plan import Plan
 from pipe.replicas import Replicas
+from pipe.scaling import Accumulated, finite
 from pipe.stage import Run, Stage
+from pipe.tied import SharedBuffers, TiedWeights
 from pipe.trace import Event
 from pipe.transport.deferred import Deferred
 from pipe.transport.protocol import Transport
-from pipe.update import Update, agree, clip, step
+from pipe.update import Update, Vote, agree, clip, judge, step
 
 Early = Callable[[Any], None]  # sends a command's first answer before its last
 Answer = Callable[[int, str, Any], None]  # ticket, "early" | "done" | "failed", value
@@ -52,6 +54,7 @@ class Step:
     began: float  # by this worker's clock
     zero: bool = False
     update: Update | None = None
+    scale: float = 1.0  # of the loss
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Done:
     sent_bytes: int
     peak_bytes: int
     outputs: Mapping[int, Any]  # by micro-batch; of a predict, from the last stage
+    finite: bool = True  # all workers' gradients, where the loss is scaled
 
 
 class Worker:
@@ -74,6 +78,9 @@ class Worker:
         self.doing: tuple[str, float] | None = None  # what, and since when by time.monotonic
         self._answer = answer
         self._stages: dict[int, Stage] = {}
+        self._accumulated = Accumulated()
+        self._counted = False  # the loss function gives (sum, count)
+        self._finite = True  # gradients since the last zero_grad
 
     def obey(self, ticket: int, name: str, payload: Callable[[], Any]) -> None:
         """Does a command and answers it, with a Failure if it raised, or if its payload could not be read."""
@@ -100,7 +107,11 @@ class Worker:
         for index, blueprint in order.blueprints.items():
             module, state = blueprint.build()
             self._stages[index] = Stage(index, module, device, last=index == order.plan.stages - 1, loss_fn=loss_fn)
-        self._parameters = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters()}
+        held = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters()}
+        self._tied = TiedWeights(order.ties, held, self.index, order.plan.stages)
+        self._buffers = SharedBuffers(order.shared_buffers, {s: stage.module for s, stage in self._stages.items()})
+        self._parameters = self._tied.owned(held)
+        self._all = {**self._parameters, **self._tied.borrowed}
         self._shell = order.shell
         self._optimizer = order.shell.build(self._parameters) if order.shell is not None else None
         return Built(socket.gethostname(), device, state)
@@ -127,10 +138,13 @@ class Worker:
                 if order.zero:
                     self.zero_grad(True, early)
                 self._replicas.begin(self._parameters, order.kind)
+                if order.kind == "train" and (self._counted or order.scale != 1.0):
+                    self._accumulated.set_aside(self._all.values())
                 events = run_order(self.index, schedule, self._stages, self.transport, clock, self._action)
+                self._buffers.check()
                 outputs = {m: value for stage in self._stages.values() for m, value in stage.outputs.items()}
                 if order.kind == "train":
-                    events += self._commit(order.update, clock)
+                    events += self._commit(order, clock)
                 self.transport.finish()
         except BaseException as error:
             if not isinstance(error, Aborted):
@@ -138,25 +152,28 @@ class Worker:
             if order.kind == "train":
                 self.zero_grad(True, early)  # half a gradient is worse than none
             raise
-        return Done(clock.name, tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs)
+        return Done(clock.name, tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs, self._finite)
 
-    def optimizer_step(self, order: tuple[int, Update], early: Early) -> None:
-        """Takes over the front's groups and steps; all workers or none."""
+    def optimizer_step(self, order: tuple[int, Update], early: Early) -> bool:
+        """Takes over the front's groups and steps, all workers or none; False: not, since a gradient was not finite."""
         number, update = order
         self.transport.begin(number, Schedule(()))
-        self._agree()
+        self._agree(Vote())
         self._update(update)
+        return self._finite
 
     def clip_grad_norm(self, order: tuple[int, float, float], early: Early) -> float:
         """Scales the gradients by the norm over all workers, and gives the norm."""
         number, max_norm, norm_type = order
         self.transport.begin(number, Schedule(()))
-        self._replicas.reduce(self._parameters)
+        self._reduce()
         return clip(self.transport, self.index, self.plan, self._parameters, self._names, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool, early: Early) -> None:
         """Forgets the gradients, or sets those that are there to zero."""
-        for parameter in self._parameters.values():
+        self._accumulated.drop()
+        self._finite = True
+        for parameter in self._all.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -165,7 +182,7 @@ class Worker:
 
     def freeze(self, trainable: Mapping[str, bool], early: Early) -> None:
         """Sets which parameters require a gradient, by full name."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._all.items():
             parameter.requires_grad_(trainable[name])
 
     def mode(self, training: bool, early: Early) -> None:
@@ -173,10 +190,13 @@ class Worker:
         for stage in self._stages.values():
             stage.module.train(training)
 
-    def collect(self, what: str, early: Early) -> dict[str, Any]:
+    def collect(self, order: tuple[int, str], early: Early) -> dict[str, Any]:
         """Copies by full name, on the CPU: "state" (state_dict), "tensors" (parameters and all buffers), "gradients", "optimizer"."""
+        number, what = order
         if what == "gradients":
-            self._replicas.reduce(self._parameters)
+            self.transport.begin(number, Schedule(()))
+            self._reduce()
+            return {name: None if p.grad is None else _copied(p.grad) for name, p in self._parameters.items()}
         found: dict[str, Any] = {}
         for stage in self._stages.values():
             module = stage.module
@@ -184,8 +204,6 @@ class Worker:
                 found |= module.state_dict()
             elif what == "tensors":
                 found |= dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-            elif what == "gradients":
-                found |= {name: p.grad for name, p in module.named_parameters()}
         if what == "optimizer" and self._optimizer is not None:
             state = self._optimizer.state
             found = {name: {k: _copied(v) for k, v in state[p].items()} for name, p in self._parameters.items() if p in state}
@@ -196,6 +214,7 @@ class Worker:
         for stage in self._stages.values():
             own = stage.module.state_dict().keys()
             stage.module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+        self._buffers.settled()
 
     def load_optimizer(self, state: Mapping[str, Mapping[str, Any]], early: Early) -> None:
         """Takes over the optimizer's state of the parameters that this worker holds; an empty one is forgotten."""
@@ -211,29 +230,45 @@ class Worker:
         device = self._memory.device
         return CudaClock(began, device) if device.type == "cuda" else WallClock(began)
 
-    def _commit(self, update: Update | None, clock: Clock) -> list[Event]:
-        """What lasts of a training pass, once every worker has done its part: BatchNorm's statistics, and the optimizer's step."""
-        self._agree()
+    def _commit(self, order: Step, clock: Clock) -> list[Event]:
+        """What lasts of a training pass, once every worker has done its part: gradients in their final scale, BatchNorm's statistics,
+        and the optimizer's step."""
+        counts = [stage.count for stage in self._stages.values() if stage.count is not None]
+        is_finite = order.scale == 1.0 or finite(self._all.values())
+        verdict = self._agree(Vote(sum(counts) if counts else None, is_finite))
+        self._counted = verdict.count is not None
+        self._finite = self._finite and verdict.finite
+        if self._counted or order.scale != 1.0:
+            self._accumulated.join(self._all.values(), 1.0 / (order.scale * (verdict.count or 1.0)))
         for stage in self._stages.values():
             stage.statistics.apply(self._replicas.sum_moments(stage.statistics))
-        if update is None:
+        if order.update is None:
             return []
         start = clock.mark()
-        self._update(update)
+        self._update(order.update)
         action = Action(Op.OPTIMIZER, 0, min(self._stages, default=0))
         return [Event(action, self.index, clock.seconds(start), clock.seconds(clock.mark()))]
 
-    def _agree(self) -> None:
+    def _agree(self, vote: Vote) -> Vote:
         """Waits until no worker can fail any more; before the replicas' sums, which would wait for ever for one that has."""
-        agree(self.transport, self.index, self.plan.workers, None, lambda votes: None)
+        verdict: Vote = agree(self.transport, self.index, self.plan.workers, vote, judge)
+        return verdict
+
+    def _reduce(self) -> None:
+        """Sums what belongs together: the gradients of tied weights, then those of replicas."""
+        self._tied.gather(self.transport)
+        self._replicas.reduce(self._parameters)
 
     def _update(self, update: Update) -> None:
-        self._replicas.reduce(self._parameters)
+        self._reduce()
+        if not self._finite:
+            return
         if self._optimizer is not None:
             apply_groups(self._optimizer, update.groups, self._parameters)
         elif self._shell is not None:  # it held no parameter of this worker so far
             self._optimizer = replace(self._shell, groups=update.groups).build(self._parameters)
         step(self.transport, self.index, self.plan, self._parameters, self._names, update, self._optimizer)
+        self._tied.spread(self.transport)
 
     def _action(self, action: Action) -> Any:
         return self._placed(str(action), action)

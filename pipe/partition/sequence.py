@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -137,22 +136,6 @@ def _unfit(split: object, what: str, names: Sequence[str], stages: int) -> PlanE
 def _listing(names: Sequence[str]) -> str:
     shown = ", ".join(names[:12])
     return shown if len(names) <= 12 else f"{shown}, ... {names[-1]} ({len(names)} in all)"
-
-
-def ties(layers: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of full names, "<layer>.<parameter or buffer>", that are the same tensor object, in the model's order."""
-    found: dict[int, list[str]] = defaultdict(list)
-    for name, layer in zip(names, layers):
-        held = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
-        for inner, tensor in held:
-            found[id(tensor)].append(f"{name}.{inner}")
-    return [tuple(group) for group in found.values() if len(group) > 1]
-
-
-def crossing(tied: Iterable[tuple[str, ...]], names: Sequence[str], counts: Sequence[int]) -> list[tuple[str, ...]]:
-    """Those groups of `ties` that a cut into `counts` layers per stage would separate."""
-    stage_of = dict(zip(names, (s for s, n in enumerate(counts) for _ in range(n))))
-    return [group for group in tied if len({stage_of[full.partition(".")[0]] for full in group}) > 1]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 ROWS = (
     "errors action",
     "announce chart schedules trace simulator clock report placement partition partition.balance",
-    "follower partition.spec partition.sequence partition.measure",
+    "follower partition.spec partition.sequence partition.ties partition.measure",
     "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler"
     " rng side_stream silent strides wire",
     "signing members session transport",
-    "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas settings stage update worker",
+    "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas scaling settings stage tied update worker",
     "controller engine fit logs",
 )
 PURE = ROWS[0].split() + ROWS[1].split()

@@ -872,9 +872,12 @@ def test_c35_nothing_is_kept_without_gradients() -> None:
         with torch.inference_mode():
             engine.predict(torch.randn(8, 6).double())
         x = torch.randn(8, 6).double()
-        with torch.no_grad():
-            engine.forward_backward(x, target=torch.zeros(8, 8).double())  # trains, whatever the caller's mode
-        assert all(gradient is not None for gradient in engine.gradients().values())
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, pytest.raises(PlanError, match="it needs gradients"):
+                engine.forward_backward(x, target=torch.zeros(8, 8).double())
+        assert set(engine.gradients().values()) == {None}
+        engine.forward_backward(x, target=torch.zeros(8, 8).double())
+        assert None not in engine.gradients().values()
     assert Counts.most[0] <= 4
 
 

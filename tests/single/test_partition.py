@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from pipe.errors import PlanError
-from pipe.partition.sequence import Chain, crossing, keywords, layers_of, resolve, route, ties, why_whole
+from pipe.partition.sequence import Chain, keywords, layers_of, resolve, route, why_whole
 from pipe.partition.spec import LayerSpec, build_layers, skeleton
+from pipe.partition.ties import separated, tied
 
 torch.set_num_threads(1)
 
@@ -159,19 +160,26 @@ def test_ties_are_the_same_object_and_cross_only_where_the_cut_parts_them() -> N
     head.weight = embed.weight
     norm = nn.BatchNorm1d(3)
     layers, names = [embed, norm, middle, norm, head], ["embed", "n1", "middle", "n2", "head"]
-    tied = ties(layers, names)
-    assert ("embed.weight", "head.weight") in tied
-    assert ("n1.weight", "n2.weight") in tied
-    assert ("n1.running_mean", "n2.running_mean") in tied
-    assert len(tied) == 1 + 2 + 3
-    assert crossing(tied, names, (5,)) == []
-    assert crossing(tied, names, (4, 1)) == [("embed.weight", "head.weight")]
-    assert crossing(tied, names, (3, 2)) == tied
+    groups = tied(layers, names)
+    assert ("embed.weight", "head.weight") in groups
+    assert ("n1.weight", "n2.weight") in groups
+    assert ("n1.running_mean", "n2.running_mean") in groups
+    assert len(groups) == 1 + 2 + 3
+    assert separated(groups, names, (5,)) == ()
+    (tie,) = separated(groups, names, (4, 1))
+    assert (tie.name, tie.owner, tie.names) == ("embed.weight", 0, {0: "embed.weight", 1: "head.weight"})
+    assert len(separated(groups, names, (3, 2))) == len(groups)
+
+
+def test_a_weight_of_three_stages_belongs_to_the_first() -> None:
+    one = nn.Linear(2, 2)
+    (weight, bias) = separated(tied([one, nn.ReLU(), one, one], list("abcd")), list("abcd"), (1, 2, 1))
+    assert (weight.names, bias.owner) == ({0: "a.weight", 1: "c.weight", 2: "d.weight"}, 0)
 
 
 def test_a_module_without_parameters_ties_nothing() -> None:
     relu = nn.ReLU()
-    assert ties([relu, nn.Linear(2, 2), relu], ["0", "1", "2"]) == []
+    assert tied([relu, nn.Linear(2, 2), relu], ["0", "1", "2"]) == []
 
 
 # --- the module of one stage ---

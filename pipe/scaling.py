@@ -1,0 +1,66 @@
+"""Gradients that are multiplied by a factor at the end of a pass.
+
+Two things make such a factor: a loss as (sum, count), whose total count is known only when the last micro-batch's loss is; and float16,
+whose small gradients would vanish if the loss were not multiplied first. What earlier passes have accumulated is set aside meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class LossScale:
+    """By what the loss is multiplied in float16: halved when a gradient overflows, doubled after 2000 steps without.
+
+    Source: `torch.amp.GradScaler`, whose rule and defaults these are.
+    """
+
+    START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self.value = self.START
+        self._steps = 0  # since the last change
+
+    def stepped(self, finite: bool) -> None:
+        """After each optimizer's step that was taken, or that was left out since a gradient was not finite."""
+        self._steps = self._steps + 1 if finite else 0
+        if not finite or self._steps == self.INTERVAL:
+            self.value *= self.GROWTH if finite else self.BACKOFF
+            self._steps = 0
+
+
+class Accumulated:
+    """The gradients of earlier passes, while those of one pass wait for their factor."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Parameter, Tensor] = {}
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes them from the parameters."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._kept[parameter] = parameter.grad
+                parameter.grad = None
+
+    @torch.no_grad()
+    def join(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        """Multiplies the parameters' gradients by the factor, and adds the earlier ones."""
+        for parameter in parameters:
+            if parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
+            earlier = self._kept.pop(parameter, None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def drop(self) -> None:
+        """Forgets them."""
+        self._kept.clear()
+
+
+def finite(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether no gradient holds a NaN or an infinity."""
+    found = (p.grad for p in parameters if p.grad is not None)
+    return all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found)
