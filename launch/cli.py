@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "device",
     "share_gpus",
     "timeout",
+    "verify",
 )
 USAGE = 2
 
@@ -76,6 +77,7 @@ class OneLine(click.Command):
 @click.option("--device", help="auto, cpu or cuda.")
 @click.option("--share-gpus", is_flag=True, help="Several workers may use one GPU.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Longest wait for another worker; 0: no limit.")
+@click.option("--verify", type=int, metavar="N", help="Compute the first N steps in one process, too, and compare every number.")
 @click.option("--dry-run", is_flag=True, help="Print what each worker would run, and run nothing.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
 @click.version_option(package_version(), prog_name="pipe-launch")
@@ -132,6 +134,8 @@ def check_options(options: dict[str, Any]) -> None:
             raise UsageError(f"--{flag} is '{options[flag]}'; it is one of {', '.join(known)}: choose one")
     if options.get("timeout", 0) < 0:
         raise UsageError(f"--timeout is {options['timeout']:g}; it is seconds, or 0 for no limit")
+    if options.get("verify", 0) < 0:
+        raise UsageError(f"--verify is {options['verify']}; it is a number of steps, or 0 for none")
     if "schedule" in options:
         from pipe.errors import PlanError
         from pipe.schedules import schedule

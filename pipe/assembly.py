@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from pipe.desk import Desk
 from pipe.errors import PlanError, StageError
 from pipe.loss import LossFn
 from pipe.memory import available
-from pipe.micro_batch import BatchDim, cut
+from pipe.micro_batch import Piece
 from pipe.model import Model
 from pipe.optimizer import Shell
 from pipe.options import Options
 from pipe.partition.balance import balance
 from pipe.partition.measure import measure
 from pipe.partition.sequence import Chain
+from pipe.partition.ties import Tie
 from pipe.plan import Plan
 from pipe.stage import Feed
 
@@ -86,15 +88,18 @@ class Assembly:
         kwargs = feed.kwargs if takes is None else {k: v for k, v in feed.kwargs.items() if k in takes}
         return Feed(feed.args if s == 0 else (), kwargs, feed.target if last and kind != "predict" else None, feed.share)
 
-    def build(self, shell: Shell | None, example: Example | None, batch_dim: BatchDim) -> None:
+    def build(self, shell: Shell | None, example: Example | None, first: Callable[[Example], Piece]) -> None:
         """Cuts the model and makes the workers.
+
+        Args:
+            first: gives the first micro-batch of an example, to measure layers with.
 
         Raises:
             PlanError: the model does not fit, a device is missing, or a module cannot be sent.
             StageError: a worker failed to build its stages.
         """
         if self._to_measure:
-            self._measure(example, batch_dim)
+            self._measure(example, first)
         if self.plan.strategy == "ddp":
             self._check_fits(shell)
         self._start_crew()
@@ -120,11 +125,23 @@ class Assembly:
             answers |= self._answers(ticket)
         return answers
 
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several stages hold."""
+        return self._model.ties(self.plan.split)
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter or buffer, by full name."""
+        if self._model.layers is None:
+            return 0
+        layer = self._model.layers.names.index(name.partition(".")[0])
+        return sum(layer >= end for end in accumulate(self.plan.split))
+
     def _build_stage(self, s: int, state: torch.Tensor, shell: Shell | None) -> int:
         """Tells the holders of a stage to build it; gives the ticket."""
         blueprint = self._blueprint(s, state)
         pickled: Blueprint | None = None
-        ties = self._model.ties(self.plan.split), self._model.ties(self.plan.split, buffers=True)
+        ties = self.ties, self._model.ties(self.plan.split, buffers=True)
         orders = {}
         for w in range(s, self.plan.workers, self.plan.stages):
             remote = w > 0 and self._options.world is not None
@@ -186,15 +203,14 @@ class Assembly:
         self._model.check(counts)
         return counts
 
-    def _measure(self, example: Example | None, batch_dim: BatchDim) -> None:
+    def _measure(self, example: Example | None, first: Callable[[Example], Piece]) -> None:
         """Cuts by measured time; by bytes where there is nothing to measure with, or a layer raises, which the step will tell better."""
         assert self._model.layers is not None
         how = "cut by parameter bytes, since nothing was there to measure with"
         counts = self.plan.split
         if example is not None:
             try:
-                pieces = self.plan.micro_batches * self.plan.replicas
-                piece = cut(*example, pieces=pieces, batch_dim=batch_dim, names=self._model.forward_names).pieces[0]
+                piece = first(example)
                 costs = measure(
                     self._model.layers.layers,
                     piece.args,

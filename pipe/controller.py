@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,18 +20,45 @@ from pipe.announce import logger
 from pipe.assembly import Assembly, Example
 from pipe.errors import BatchError, PlanError, StageError
 from pipe.logs import StepLog
-from pipe.micro_batch import Batch, cut
+from pipe.micro_batch import Batch, count_rows, cut
 from pipe.model import Model
 from pipe.optimizer import Shell
 from pipe.report import Report, advice
 from pipe.scaling import LossScale
 from pipe.settings import Settings
-from pipe.stage import Feed, Loss, Run
+from pipe.stage import Feed, Part, Run
 from pipe.trace import Trace
 from pipe.update import Update
 from pipe.worker import Done, Step
 
 _ADVICE_AFTER = 20  # steps
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass of training was given."""
+
+    args: tuple[Any, ...]
+    target: Any
+    kwargs: dict[str, Any]
+    zero: bool
+    update: Update | None
+
+
+class Verifies(Protocol):
+    """What the controller tells who verifies it; see verify.py."""
+
+    def begin(self, controller: Controller, example: Any) -> None:
+        """The workers have been made."""
+
+    def told(self, name: str, payload: Any) -> None:
+        """All workers get a command."""
+
+    def trained(self, controller: Controller, passed: Passed, loss: float) -> None:
+        """A pass of training has its loss."""
+
+    def close(self) -> None:
+        """The engine ends."""
 
 
 @dataclass
@@ -48,8 +75,12 @@ class _Pending:
 class Controller:
     """One engine's workers, as they are told what to do."""
 
-    def __init__(self, model: Model, assembly: Assembly, settings: Settings, example: Example | None, log: StepLog | None) -> None:
+    def __init__(
+        self, model: Model, assembly: Assembly, settings: Settings, example: Example | None, log: StepLog | None, *, quiet: bool = False
+    ) -> None:
+        """`quiet`: announces nothing, and leaves the user's model alone."""
         self.assembly = assembly
+        self.verifier: Verifies | None = None
         self.stale = False  # the user's model has older weights than the stages
         self.closed = False
         self.broken: StageError | None = None
@@ -59,6 +90,7 @@ class Controller:
         self._settings = settings
         self._example = example
         self._log = log
+        self._quiet = quiet
         self._planned = assembly.plan
         self._step = 0  # of training
         self._number = 0  # of everything that uses the transport
@@ -90,6 +122,8 @@ class Controller:
         pending.loss, told = _sum(losses)
         if not told:  # nothing counts, which the workers refuse
             self.settle()
+        if self.verifier is not None:
+            self.verifier.trained(self, Passed(args, target, kwargs, zero, update), pending.loss)
         return pending.loss
 
     def evaluate(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> float:
@@ -123,6 +157,8 @@ class Controller:
         """
         self.settle()
         self.ready()
+        if self.verifier is not None:
+            self.verifier.told(name, payload)
         ticket = self.assembly.crew.tell(name, dict.fromkeys(sorted(self.assembly.workers), payload))
         try:
             return self.assembly.desk.done(ticket)
@@ -195,10 +231,13 @@ class Controller:
             raise PlanError("the engine is closed; it runs until close() or the end of its with block: make a new one")
         if self.assembly.built:
             return
-        self.assembly.build(self.shell(), self._example or batch, self._settings.batch_dim)
+        self.assembly.build(self.shell(), self._example or batch, lambda example: self._cut(*example, None).pieces[0])
+        if self.verifier is not None:
+            self.verifier.begin(self, self._example or batch)
         self._planned = self.assembly.plan
         self._trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
-        self._model.follow(lambda: self.stale, self._load)
+        if not self._quiet:
+            self._model.follow(lambda: self.stale, self._load)
         if self.training is not None:
             self.ask("mode", self.training)
         for line in self.assembly.announcement():
@@ -211,13 +250,15 @@ class Controller:
 
     def say(self, line: str) -> None:
         """Announces it, once."""
-        if line not in self._said:
+        if line not in self._said and not self._quiet:
             self._said.add(line)
             logger.info(line)
 
     def close(self) -> None:
         """Ends the workers."""
         self.closed = True
+        if self.verifier is not None:
+            self.verifier.close()
         self.assembly.close()
         if self._log is not None:
             self._log.close()
@@ -232,8 +273,7 @@ class Controller:
         self._check_arguments(args, target, kwargs, kind)
         if self._pending is None:
             self.ready((args, kwargs))
-        pieces = self._planned.micro_batches * self._planned.replicas
-        batch = cut(args, kwargs, target, pieces=pieces, batch_dim=self._settings.batch_dim, names=self._model.forward_names)
+        batch = self._cut(args, kwargs, target)
         if kind == "train" and batch.needs_grad:
             raise BatchError(
                 f"{batch.needs_grad[0]!r} requires grad, and gradients of inputs do not come back from the stages: pass it with .detach()"
@@ -254,8 +294,21 @@ class Controller:
             steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update, scale)
         return batch, self.assembly.crew.tell("step", steps)
 
+    def _cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
+        """The batch in the plan's micro-batches, or in fewer where a micro-batch would have too few rows."""
+        pieces, least = self._planned.micro_batches * self._planned.replicas, self._settings.least_rows
+        how: Any = {"batch_dim": self._settings.batch_dim, "names": self._model.forward_names}
+        if least > 1:
+            pieces = max(1, min(pieces, count_rows(args, kwargs, **how) // least))
+        return cut(args, kwargs, target, pieces=pieces, **how)
+
     def _check_arguments(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str) -> None:
         """What can be told before anything is sent."""
+        if graph := [name for name in ("retain_graph", "create_graph") if name in kwargs and not self._model.takes_keyword(name)]:
+            raise PlanError(
+                f"{graph[0]} was given, and the graph of a step is on its stages, freed micro-batch by micro-batch; a step has one backward: "
+                "leave it out, and put several losses into one loss_fn"
+            )
         if lost := self._model.lost_keywords(kwargs):
             if self._settings.target_is_argument and "target" in kwargs:
                 lost = f"target was given and loss_fn is None, so it is forward's: pass loss_fn, such as nn.CrossEntropyLoss()\n{lost}"
@@ -314,7 +367,7 @@ class Controller:
             self.broken = error
 
 
-def _sum(losses: Mapping[int, Mapping[int, Loss]]) -> tuple[float, bool]:
+def _sum(losses: Mapping[int, Mapping[int, Part]]) -> tuple[float, bool]:
     """The loss of the mini-batch: the sum in micro-batch order of each one's share, divided by the counts where they were told; and
     whether there is one, since the counts may be 0."""
     by_micro_batch = {m: loss for each in losses.values() for m, loss in each.items()}

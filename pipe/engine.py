@@ -24,7 +24,7 @@ from pipe.fit import EpochResult
 from pipe.fit import fit as run_fit
 from pipe.front import Front, State, Workers
 from pipe.logs import StepLog
-from pipe.loss import LossFn
+from pipe.loss import Loss, LossFn
 from pipe.micro_batch import BatchDim, count_rows
 from pipe.model import Model
 from pipe.options import merge
@@ -34,6 +34,7 @@ from pipe.report import Report
 from pipe.settings import Settings
 from pipe.trace import Trace
 from pipe.update import Update
+from pipe.verify import Verifier
 
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 OptimizerLike = torch.optim.Optimizer | Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None
@@ -139,9 +140,12 @@ class Engine:
             auto=(wish.strategy or "auto") == "auto",
             target_is_argument=loss_fn is None,
             needs_target=isinstance(loss_fn, nn.modules.loss._Loss),
+            least_rows=1 if options.micro_batches else self._model.least_rows,
         )
         log = _log(options.logdir)
         self._controller = Controller(self._model, Assembly(self._model, plan, options, split, loss_fn), settings, example, log)
+        if options.verify:
+            self._controller.verifier = Verifier(options.verify, self._model, options, loss_fn, settings)
         self._batch_dim = batch_dim
         self._max_grad_norm = max_grad_norm
         self._front = self._make_front(optimizer)
@@ -163,7 +167,7 @@ class Engine:
         front = self._need_front("train_step")
         loss = self._controller.train(args, target, kwargs, zero=True, update=Update(front.groups(), self._max_grad_norm))
         front.stepped()
-        return loss
+        return Loss(loss)
 
     def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> float:
         """The loss of the mini-batch; adds to the gradients, never zeroes them.
@@ -171,7 +175,7 @@ class Engine:
         Raises:
             BatchError, StageError: as train_step. After a failure all gradients are dropped: half a gradient is worse than none.
         """
-        return self._controller.train(args, target, kwargs, zero=False, update=None)
+        return Loss(self._controller.train(args, target, kwargs, zero=False, update=None))
 
     def optimizer_step(self) -> None:
         """Steps the optimizer on all workers with the gradients that they hold; same as `engine.optimizer.step()`."""

@@ -10,8 +10,28 @@ import torch
 from torch import Tensor
 
 from pipe.copying import copy_module
-from pipe.errors import PlanError
+from pipe.errors import PipeError, PlanError
 from pipe.silent import draws
+
+
+class Loss(float):
+    """The loss of a step, a number; its gradients are on the stages already."""
+
+    def item(self) -> float:
+        """The number, as of a tensor."""
+        return float(self)
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Refused: the engine has done it.
+
+        Raises:
+            PipeError: always.
+        """
+        raise PipeError(
+            f"backward() was called on the loss {float(self):g}; train_step and forward_backward have run the backward on the stages, and no "
+            "graph is kept for a second one: remove the call, and put several losses into one loss_fn"
+        )
+
 
 LossFn = Callable[[Any, Any], Any]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pipe.errors import PlanError
@@ -53,6 +54,11 @@ class Model:
     def names(self) -> tuple[str, ...]:
         """Full names of all parameters, a tied one once, in the model's order."""
         return tuple(name for name, _ in self.parameters)
+
+    @property
+    def least_rows(self) -> int:
+        """How many rows a micro-batch has at least: BatchNorm needs two values a channel."""
+        return 2 if any(isinstance(module, _BatchNorm) for module in self.whole.modules()) else 1
 
     @property
     def forward_names(self) -> tuple[str, ...]:
@@ -118,6 +124,11 @@ class Model:
         kind = {name for name, _ in (self.whole.named_buffers if buffers else self.whole.named_parameters)(remove_duplicate=False)}
         groups = [group for group in self.tied if group[0] in kind]
         return ties.separated(groups, self.layers.names, counts)
+
+    def takes_keyword(self, name: str) -> bool:
+        """Whether forward, or some layer's, names this argument or takes any."""
+        names = self.argument_names
+        return names is None or name in names
 
     def lost_keywords(self, given: Mapping[str, Any]) -> str:
         """What is wrong with keyword arguments that no layer takes; empty if nothing is."""

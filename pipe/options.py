@@ -30,6 +30,7 @@ class Options:
     share_gpus: bool = False
     timeout: float | None = DEFAULT_TIMEOUT  # None: for ever
     logdir: str | None = None
+    verify: int = 0  # passes of training that are compared with one process
 
 
 def merge(session: Session | None, arguments: dict[str, Any]) -> Options:

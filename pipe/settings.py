@@ -22,6 +22,7 @@ class Settings:
     auto: bool = True  # the strategy may change with the batch
     target_is_argument: bool = False  # of forward, since the model makes its loss
     needs_target: bool = False  # the loss cannot do without
+    least_rows: int = 1  # of a micro-batch, where their number was not asked for
 
     @property
     def reduction(self) -> str:

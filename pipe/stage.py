@@ -26,7 +26,7 @@ from pipe.loss import LossFn, loss_draws, loss_of, on_device
 from pipe.partition.sequence import Chain
 from pipe.wire import Message
 
-Loss = tuple[float, float | None]  # of a micro-batch: its part of the mini-batch's loss, or (sum, count)
+Part = tuple[float, float | None]  # of a micro-batch: its part of the mini-batch's loss, or (sum, count)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stage:
         self.module = module.to(self.device)
         self.last = last
         self.loss_fn = on_device(loss_fn, self.device) if last else None
-        self.on_losses: Callable[[dict[int, Loss]], None] = lambda losses: None
+        self.on_losses: Callable[[dict[int, Part]], None] = lambda losses: None
         self.outputs: dict[int, Any] = {}
         self._statistics = PooledStatistics(module)
         self._draws = rng.draws(module)

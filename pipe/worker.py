@@ -295,7 +295,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-            message=_text(error),
+            message=_text(error) + _remedy(error),
             traceback="" if isinstance(error, PipeError) else _users_traceback(error),
             stage=action.stage if action else None,
             micro_batch=action.micro_batch if action else None,
@@ -307,6 +307,13 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         return f"<its text cannot be made: {type(broken).__name__}>"
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error that comes of cutting the batch; empty for others."""
+    if isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in _text(error):
+        return "; a micro-batch of one row has no variance: use fewer micro-batches (--micro-batches), larger batches, or drop_last=True"
+    return ""
 
 
 def _users_traceback(error: BaseException) -> str:

@@ -24,7 +24,7 @@ ROWS = (
     " rng side_stream silent strides wire",
     "signing members session transport",
     "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas scaling settings stage tied update worker",
-    "controller engine fit logs",
+    "controller engine fit logs verify",
 )
 PURE = ROWS[0].split() + ROWS[1].split()
 TORCH_IN_TRANSPORT = ("pipe.transport.rpc", "pipe.transport.process_group")
