@@ -6,8 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipe.errors import PlanError
+import torch
+from torch import nn
+
+from pipe.errors import BatchError, PlanError
 from pipe.micro_batch import BatchDim
+from pipe.model import Model
+from pipe.settings import Settings
 
 
 def check(*, loss_fn: Any, loss_reduction: Any, loss_weight: Any, precision: Any, max_grad_norm: Any, example: Any, seed: Any) -> None:
@@ -68,6 +73,59 @@ def check_batch_dim(batch_dim: BatchDim, names: Iterable[str] | None) -> None:
         raise PlanError(
             f"batch_dim has {unknown[0]!r}, which is no argument of the model; it has {', '.join(map(str, known))}: check the name"
         )
+
+
+def check_loss_fn(loss_fn: Any, model: Model) -> None:
+    """Checks that a loss module has no part of the model, since the last stage gets a copy of it.
+
+    Raises:
+        PlanError: it has.
+    """
+    if isinstance(loss_fn, nn.Module):
+        names = {id(parameter): name for name, parameter in model.parameters}
+        for parameter in loss_fn.parameters():
+            if id(parameter) in names:
+                raise PlanError(
+                    f"loss_fn holds the model's {names[id(parameter)]}, and works with a copy; a weight is trained where the model has "
+                    "it: make loss_fn the model's last layer, with loss_fn=None"
+                )
+
+
+def check_grad_mode() -> None:
+    """Checks that the caller of a training pass has not switched gradients off.
+
+    Raises:
+        PlanError: it has.
+    """
+    if not torch.is_grad_enabled():
+        raise PlanError(
+            "training was called under torch.no_grad() or inference_mode(), and it needs gradients: call it outside, or use eval_step"
+        )
+
+
+def check_call(model: Model, settings: Settings, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], *, loss: bool) -> None:
+    """Checks what a pass was given, as far as that can be told before anything is sent; `loss`: it makes one.
+
+    Raises:
+        PlanError, BatchError: it cannot be done.
+    """
+    if graph := [name for name in ("retain_graph", "create_graph") if name in kwargs and not model.takes_keyword(name)]:
+        raise PlanError(
+            f"{graph[0]} was given, and the graph of a step is on its stages, where the backward frees each micro-batch's; "
+            "a step has one backward: leave it out, and put several losses into one loss_fn"
+        )
+    if lost := model.lost_keywords(kwargs):
+        if settings.target_is_argument and "target" in kwargs:
+            lost = f"target was given and loss_fn is None, so it is forward's: pass loss_fn, such as nn.CrossEntropyLoss()\n{lost}"
+        raise PlanError(lost)
+    most = model.most_arguments
+    if most is not None and len(args) > most:
+        raise PlanError(
+            f"{len(args)} positional arguments for a forward that takes {most} ({', '.join(model.forward_names)}); "
+            "the target goes by name: write train_step(x, target=y)"
+        )
+    if loss and target is None and settings.needs_target:
+        raise BatchError("target is None, and loss_fn compares the output with it: write train_step(x, target=y)")
 
 
 def _is_number(value: Any) -> bool:

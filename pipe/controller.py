@@ -17,6 +17,7 @@ import torch
 
 from pipe.ambient import Ambient
 from pipe.announce import logger
+from pipe.arguments import check_call, check_grad_mode
 from pipe.assembly import Assembly, Example
 from pipe.errors import BatchError, PlanError, StageError
 from pipe.logs import StepLog
@@ -106,10 +107,7 @@ class Controller:
         Raises:
             BatchError, PlanError, StageError: see Engine.train_step.
         """
-        if not torch.is_grad_enabled():
-            raise PlanError(
-                "training was called under torch.no_grad() or inference_mode(); it needs gradients: call it outside, or eval_step"
-            )
+        check_grad_mode()
         batch, ticket = self._start(args, target, kwargs, "train", zero=zero, update=update)
         self._step += 1
         self._pending = pending = _Pending(ticket, batch, self._step, update is not None)
@@ -270,7 +268,7 @@ class Controller:
         """Cuts the batch and sends every worker its part of the pass; gives the ticket."""
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
-        self._check_arguments(args, target, kwargs, kind)
+        check_call(self._model, self._settings, args, target, kwargs, loss=kind != "predict")
         if self._pending is None:
             self.ready((args, kwargs))
         batch = self._cut(args, kwargs, target)
@@ -301,26 +299,6 @@ class Controller:
         if least > 1:
             pieces = max(1, min(pieces, count_rows(args, kwargs, **how) // least))
         return cut(args, kwargs, target, pieces=pieces, **how)
-
-    def _check_arguments(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str) -> None:
-        """What can be told before anything is sent."""
-        if graph := [name for name in ("retain_graph", "create_graph") if name in kwargs and not self._model.takes_keyword(name)]:
-            raise PlanError(
-                f"{graph[0]} was given, and the graph of a step is on its stages, freed micro-batch by micro-batch; a step has one backward: "
-                "leave it out, and put several losses into one loss_fn"
-            )
-        if lost := self._model.lost_keywords(kwargs):
-            if self._settings.target_is_argument and "target" in kwargs:
-                lost = f"target was given and loss_fn is None, so it is forward's: pass loss_fn, such as nn.CrossEntropyLoss()\n{lost}"
-            raise PlanError(lost)
-        most = self._model.most_arguments
-        if most is not None and len(args) > most:
-            raise PlanError(
-                f"{len(args)} positional arguments for a forward that takes {most} ({', '.join(self._model.forward_names)}); "
-                "the target goes by name: write train_step(x, target=y)"
-            )
-        if kind != "predict" and target is None and self._settings.needs_target:
-            raise BatchError("target is None, and loss_fn compares the output with it: write train_step(x, target=y)")
 
     def _load(self, state: dict[str, Any]) -> None:
         if not self.closed:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pipe import session
 from pipe.announce import be_heard
-from pipe.arguments import check, check_batch_dim, check_later
+from pipe.arguments import check, check_batch_dim, check_later, check_loss_fn
 from pipe.assembly import Assembly, Example
 from pipe.controller import Controller
 from pipe.errors import OptimizerError, PlanError, StageError
@@ -143,6 +143,7 @@ class Engine:
             least_rows=1 if options.micro_batches else self._model.least_rows,
         )
         log = _log(options.logdir)
+        check_loss_fn(loss_fn, self._model)
         self._controller = Controller(self._model, Assembly(self._model, plan, options, split, loss_fn), settings, example, log)
         if options.verify:
             self._controller.verifier = Verifier(options.verify, self._model, options, loss_fn, settings)

@@ -28,8 +28,8 @@ class Loss(float):
             PipeError: always.
         """
         raise PipeError(
-            f"backward() was called on the loss {float(self):g}; train_step and forward_backward have run the backward on the stages, and no "
-            "graph is kept for a second one: remove the call, and put several losses into one loss_fn"
+            f"backward() was called on the loss {float(self):g}; train_step and forward_backward have run the backward on the stages, and "
+            "keep no graph for a second one: remove the call, and put several losses into one loss_fn"
         )
 
 
