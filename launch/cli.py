@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def read(given: dict[str, Any]) -> JobSpec:
         raise UsageError(f"--nnodes is {nodes} without --node-rank; each host has its own, 0 to {nodes - 1}: give it")
     if given["max_restarts"] < 0:
         raise UsageError(f"--max-restarts is {given['max_restarts']}; it is at least 0")
+    if not given["rdzv_timeout"] > 0:
+        raise UsageError(f"--rdzv-timeout is {given['rdzv_timeout']:g}; it is seconds, above 0")
     options = {name: given[name] for name in ENGINE_OPTIONS if given[name] is not None and given[name] is not False}  # 0 is a value
     check_options(options)
     job = JobSpec(
@@ -175,9 +178,28 @@ def show(job: JobSpec) -> str:
     return table(expand(job.command, workers, os.environ, interface=interface, cores=cores(), secret=""))
 
 
+def check_here(options: Mapping[str, Any]) -> None:
+    """Checks what depends on this host: its GPUs and its environment."""
+    from pipe.errors import PlanError
+    from pipe.placement import threads_for
+
+    if options.get("device") == "cuda":
+        import torch
+
+        if torch.cuda.device_count() == 0:
+            raise UsageError(
+                "--device is 'cuda' and this host has no visible GPU; use --device cpu, or auto to take GPUs where there are any"
+            )
+    try:
+        threads_for(1, 1, os.environ.get("OMP_NUM_THREADS"))
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+
+
 def start(job: JobSpec) -> int:
     """Runs the job to its end; returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded; its store warns of each peer that leaves
+    check_here(job.command.options)
     from launch.processes import run, say
     from launch.rendezvous import announce, meet
 

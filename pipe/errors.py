@@ -71,9 +71,11 @@ class Failure:
     traceback: str
     stage: int | None = None
     micro_batch: int | None = None
+    layer: str | None = None  # whose forward raised
 
     def __str__(self) -> str:
-        return f"{self.where} on worker {self.worker} (host {self.host}, pid {self.pid}): {self.kind}: {self.message}"
+        layer = "" if self.layer is None else f", layer {self.layer!r}"
+        return f"{self.where} on worker {self.worker} (host {self.host}, pid {self.pid}{layer}): {self.kind}: {self.message}"
 
 
 class StageError(PipeError):
@@ -87,6 +89,7 @@ class StageError(PipeError):
         self.worker = failure.worker
         self.host = failure.host
         self.micro_batch = failure.micro_batch
+        self.layer = failure.layer
         self.remote_type = failure.kind
         self.remote_traceback = failure.traceback
 

@@ -299,6 +299,7 @@ class Worker:
             traceback="" if isinstance(error, PipeError) else _users_traceback(error),
             stage=action.stage if action else None,
             micro_batch=action.micro_batch if action else None,
+            layer=getattr(self._stages[action.stage].module, "current", None) if action and action.op is Op.F else None,
         )
 
 

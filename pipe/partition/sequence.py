@@ -207,6 +207,7 @@ class Chain(nn.Module):
         self._modules.update(zip(names, layers))  # not add_module: a layer may be called like an attribute of this class
         self._takes = keywords(layers, names, first=first)
         self.at: Callable[[str], AbstractContextManager[None]] | None = None  # surrounds each layer's call; given its name
+        self.current: str | None = None  # the layer whose call has begun last, and None after the last one
 
     @property
     def keywords(self) -> frozenset[str] | None:
@@ -220,6 +221,8 @@ class Chain(nn.Module):
         value: tuple[Any, ...] = args
         for name, layer in self._modules.items():
             if layer is not None:
+                self.current = name
                 with nullcontext() if self.at is None else self.at(name):
                     value = (layer(*value, **self._takes[name].pick(kwargs)),)
+        self.current = None
         return value[0]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from launch.agreement import Hello, disagreement, user_secret
@@ -39,6 +40,8 @@ REFUSED = [
     ("--stages two train.py", "Invalid value for '--stages': 'two' is not a valid integer. See pipe-launch --help."),
     ("--max-restarts -1 train.py", "--max-restarts is -1; it is at least 0"),
     ("--timeout -1 train.py", "--timeout is -1; it is seconds, or 0 for no limit"),
+    ("--verify -1 train.py", "--verify is -1; it is a number of steps, or 0 for none"),
+    ("--rdzv-timeout 0 train.py", "--rdzv-timeout is 0; it is seconds, above 0"),
     ("--strategy best train.py", "--strategy is 'best'; it is one of auto, single, naive, pipeline, ddp, hybrid: choose one"),
     ("--device gpu train.py", "--device is 'gpu'; it is one of auto, cpu, cuda: choose one"),
     ("--rdzv-endpoint foo train.py", "--rdzv-endpoint is 'foo'; it is HOST:PORT, for example 10.0.0.1:29500"),
@@ -65,6 +68,22 @@ def test_refused_in_one_line(folder, line, text):
     assert result.exit_code == 2
     assert result.stderr == f"pipe-launch: {text.format(folder=folder)}\n"
     assert result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_a_gpu_that_is_not_there_is_said_at_the_door(folder):
+    result = CliRunner().invoke(command, ["--device", "cuda", "train.py"])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "pipe-launch: --device is 'cuda' and this host has no visible GPU; use --device cpu, or auto for GPUs where there are any\n",
+    )
+
+
+def test_a_wrong_number_of_threads_is_said_at_the_door(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "abc")
+    result = CliRunner().invoke(command, ["train.py"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("pipe-launch: OMP_NUM_THREADS is 'abc'; it is a number of threads")
 
 
 @pytest.mark.parametrize(("options", "text"), [("1f2b", "'1f2b' is unknown"), ("zbv", "'zbv' is not available in this version")])

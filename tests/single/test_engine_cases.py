@@ -185,7 +185,8 @@ def test_c17_one_row_says_which_stage() -> None:
     with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, split=[1, 2], micro_batches=8, strategy="pipeline") as engine:
         with pytest.raises(StageError, match=r"more than 1 value per channel.*\[1, 8\]\); .*use fewer micro-batches") as caught:
             engine.train_step(x, target=y)
-        assert caught.value.stage == 1
+        assert (caught.value.stage, caught.value.layer) == (1, "1")
+        assert ", layer '1'): ValueError" in str(caught.value)
         assert engine.state_dict()["1.num_batches_tracked"] == 0
 
 
