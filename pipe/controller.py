@@ -279,6 +279,11 @@ class Controller:
         self.settle()  # cut meanwhile
         self.ready()
         self._follow_freezing()
+        if kind == "train" and (name := self._model.written()):
+            self.say(
+                f"{name} of the model was written to in place, and the stages train their own copies: "
+                "load it with engine.load_state_dict(), or change the model before the first step"
+            )
         self._judge(batch)
         feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._settings.shares(batch))]
         number = self.number()
@@ -303,6 +308,7 @@ class Controller:
     def _load(self, state: dict[str, Any]) -> None:
         if not self.closed:
             self.ask("load", state)
+            self._model.written()
 
     def _follow_freezing(self) -> None:
         """What the user froze or unfroze in the model since, the stages freeze, too."""

@@ -45,6 +45,7 @@ class Model:
         self.tied = [] if self.layers is None else ties.tied(self._modules, self.layers.names)
         self.takes: Mapping[str, Keywords] = self._takes()
         self._hooks: list[Any] = []
+        self._versions: list[int] = []  # of the parameters, when `written` was last asked
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -151,6 +152,7 @@ class Model:
                 else:  # a buffer that was None when the engine was made
                     path, _, buffer = name.rpartition(".")
                     self.whole.get_submodule(path).register_buffer(buffer, tensor)
+        self.written()
 
     def even(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state with one value for all names of a shared tensor: the last that it holds, as if it were loaded in the model's order."""
@@ -160,11 +162,19 @@ class Model:
             evened.update(dict.fromkeys(group, state[given[-1]]) if given else {})
         return evened
 
+    def written(self) -> str | None:
+        """The name of a parameter of the user's model that was written to in place since this was last asked; None: none was."""
+        now = [0 if p.is_meta else p._version for _, p in self.parameters]
+        found = next((name for (name, _), old, new in zip(self.parameters, self._versions, now) if old != new), None)
+        self._versions = now
+        return found
+
     def follow(self, stale: Callable[[], bool], load: Callable[[dict[str, Any]], None]) -> None:
         """From now on warns once when the user's model is used while its weights are older than those of the stages, and passes on
         what is loaded into it."""
         if self.has_specs:
             return
+        self.written()  # what was before is in the stages
         look = Follower(StaleWarning(stale))
         modules = {"": self.given} if isinstance(self.given, nn.Module) else {f"{i}.": m for i, m in enumerate(self.given)}
         for prefix, module in modules.items():

@@ -75,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_said_at_the_door(folder):
     result = CliRunner().invoke(command, ["--device", "cuda", "train.py"])
     assert (result.exit_code, result.stderr) == (
         2,
-        "pipe-launch: --device is 'cuda' and this host has no visible GPU; use --device cpu, or auto for GPUs where there are any\n",
+        "pipe-launch: --device is 'cuda' and this host has no visible GPU; use --device cpu, or auto to take GPUs where there are any\n",
     )
 
 

@@ -190,3 +190,24 @@ def test_what_cannot_be_sent_is_no_hang() -> None:
         with pytest.raises(pipe.PipeError):
             engine.train_step(X, target=[Y, threading.Lock()])
         assert engine.train_step(X, target=Y) > 0
+
+
+def test_a_write_into_the_model_is_not_seen_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pipe")
+    m = model()
+
+    def said() -> list[str]:
+        return [record.message for record in caplog.records if "was written to in place" in record.message]
+
+    with engine_over(m, sgd(m)) as engine:
+        engine.train_step(X, target=Y)
+        engine.sync_model()
+        m.load_state_dict(m.state_dict())
+        engine.train_step(X, target=Y)
+        assert said() == []
+        with torch.no_grad():
+            m[2].weight.mul_(2.0)
+        for _ in range(2):
+            engine.train_step(X, target=Y)
+        (line,) = said()
+        assert line.startswith("2.weight of the model was written to in place")
