@@ -7,10 +7,9 @@ next  <-------- done ---------- settles the step before: its failure, if any, is
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,26 +23,15 @@ from pipe.logs import StepLog
 from pipe.micro_batch import Batch, count_rows, cut
 from pipe.model import Model
 from pipe.optimizer import Shell
+from pipe.passes import Pass, Pending, total_loss
 from pipe.report import Report, advice
 from pipe.scaling import LossScale
 from pipe.settings import Settings
-from pipe.stage import Feed, Part, Run
+from pipe.stage import Feed, Run
 from pipe.trace import Trace
-from pipe.update import Update
 from pipe.worker import Done, Step
 
 _ADVICE_AFTER = 20  # steps
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a pass of training was given."""
-
-    args: tuple[Any, ...]
-    target: Any
-    kwargs: dict[str, Any]
-    zero: bool
-    update: Update | None
 
 
 class Verifies(Protocol):
@@ -55,22 +43,11 @@ class Verifies(Protocol):
     def told(self, name: str, payload: Any) -> None:
         """All workers get a command."""
 
-    def trained(self, controller: Controller, passed: Passed, loss: float) -> None:
+    def trained(self, controller: Controller, asked: Pass, loss: float) -> None:
         """A pass of training has its loss."""
 
     def close(self) -> None:
         """The engine ends."""
-
-
-@dataclass
-class _Pending:
-    """A training step whose loss is known and whose backward may still run."""
-
-    ticket: int
-    batch: Batch
-    step: int
-    steps: bool  # the optimizer, too
-    loss: float = float("nan")
 
 
 class Controller:
@@ -95,49 +72,49 @@ class Controller:
         self._planned = assembly.plan
         self._step = 0  # of training
         self._number = 0  # of everything that uses the transport
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._last: tuple[Trace, int] | None = None  # and rows
         self._said: set[str] = set()
         self._trainable: dict[str, bool] = {}
         self._scale = LossScale() if settings.precision == "fp16" else None
 
-    def train(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], *, zero: bool, update: Update | None) -> float:
-        """The loss of a training step, as soon as it is known.
+    def train(self, asked: Pass) -> float:
+        """The loss of a training pass, as soon as it is known.
 
         Raises:
             BatchError, PlanError, StageError: see Engine.train_step.
         """
         check_grad_mode()
-        batch, ticket = self._start(args, target, kwargs, "train", zero=zero, update=update)
+        batch, ticket = self._start(asked)
         self._step += 1
-        self._pending = pending = _Pending(ticket, batch, self._step, update is not None)
+        self._pending = pending = Pending(ticket, batch, self._step, asked.update is not None)
         self.stale = True
         try:
             losses = self.assembly.desk.early(ticket, self.assembly.loss_workers(len(batch.pieces)))
         except StageError as error:
             self._fail(error)
             raise
-        pending.loss, told = _sum(losses)
+        pending.loss, told = total_loss(losses)
         if not told:  # nothing counts, which the workers refuse
             self.settle()
         if self.verifier is not None:
-            self.verifier.trained(self, Passed(args, target, kwargs, zero, update), pending.loss)
+            self.verifier.trained(self, asked, pending.loss)
         return pending.loss
 
-    def evaluate(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> float:
+    def evaluate(self, asked: Pass) -> float:
         """The loss in eval mode, without gradients."""
-        batch, ticket = self._start(args, target, kwargs, "eval", zero=False, update=None)
+        batch, ticket = self._start(asked)
         try:
             losses = dict(self.assembly.desk.early(ticket, self.assembly.loss_workers(len(batch.pieces))))
             self._keep(self.assembly.desk.done(ticket), batch)
         except StageError as error:
             self._fail(error)
             raise
-        return _sum(losses)[0]
+        return total_loss(losses)[0]
 
-    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def predict(self, asked: Pass) -> Any:
         """The merged output in eval mode, without gradients."""
-        batch, ticket = self._start(args, None, kwargs, "predict", zero=False, update=None)
+        batch, ticket = self._start(asked)
         try:
             done = self.assembly.desk.done(ticket)
         except StageError as error:
@@ -197,7 +174,7 @@ class Controller:
             self._fail(error)
             raise
         self._keep(done, pending.batch)
-        if pending.steps:
+        if pending.updates:
             self.stepped(done[0].finite)
         trace, rows = self.last()
         if self._log is not None:
@@ -262,40 +239,39 @@ class Controller:
             self._log.close()
 
     @torch.inference_mode(False)  # what is copied here may be trained on later, though the caller infers
-    def _start(
-        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any], kind: str, *, zero: bool, update: Update | None
-    ) -> tuple[Batch, int]:
+    def _start(self, asked: Pass) -> tuple[Batch, int]:
         """Cuts the batch and sends every worker its part of the pass; gives the ticket."""
+        kwargs, target = dict(asked.kwargs), asked.target
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
-        check_call(self._model, self._settings, args, target, kwargs, loss=kind != "predict")
+        check_call(self._model, self._settings, asked.args, target, kwargs, loss=asked.kind != "predict")
         if self._pending is None:
-            self.ready((args, kwargs))
-        batch = self._cut(args, kwargs, target)
-        if kind == "train" and batch.needs_grad:
+            self.ready((asked.args, kwargs))
+        batch = self._cut(asked.args, kwargs, target)
+        if asked.trains and batch.needs_grad:
             raise BatchError(
                 f"{batch.needs_grad[0]!r} requires grad, and gradients of inputs do not come back from the stages: pass it with .detach()"
             )
         self.settle()  # cut meanwhile
         self.ready()
-        self._follow_freezing()
-        if kind == "train" and (name := self._model.written()):
-            self.say(
-                f"{name} of the model was written to in place, and the stages train their own copies: "
-                "load it with engine.load_state_dict(), or change the model before the first step"
-            )
+        self._follow_user(asked.trains)
         self._judge(batch)
+        return batch, self.assembly.crew.tell("step", self._steps(asked, batch))
+
+    def _steps(self, asked: Pass, batch: Batch) -> dict[int, Step]:
+        """Every worker's part of the pass."""
         feeds = [Feed(p.args, p.kwargs, p.target, share) for p, share in zip(batch.pieces, self._settings.shares(batch))]
         number = self.number()
-        call = self._step if kind == "train" else -number
-        scale = self._scale.value if self._scale is not None and kind == "train" else 1.0
-        base = Run(kind, {}, self._settings.seed, call, self._settings.reduction, scale, Ambient.capture(self._settings.precision))
-        began = time.perf_counter()
-        steps = {}
+        call = self._step if asked.trains else -number
+        scale = self._scale.value if self._scale is not None and asked.trains else 1.0
+        ambient = Ambient.capture(self._settings.precision)
+        base = Run(asked.kind, {}, self._settings.seed, call, self._settings.reduction, scale, ambient)
+        began, steps = time.perf_counter(), {}
         for w in sorted(self.assembly.workers):
-            runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, kind).items()}
-            steps[w] = Step(number, len(feeds), runs, kind, began + self.assembly.crew.offsets[w], zero, update, scale)
-        return batch, self.assembly.crew.tell("step", steps)
+            runs = {s: replace(base, feeds=own) for s, own in self.assembly.feeds(w, feeds, asked.kind).items()}
+            clock = began + self.assembly.crew.offsets[w]
+            steps[w] = Step(number, len(feeds), runs, asked.kind, clock, asked.zero, asked.update, scale)
+        return steps
 
     def _cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
         """The batch in the plan's micro-batches, or in fewer where a micro-batch would have too few rows."""
@@ -310,12 +286,17 @@ class Controller:
             self.ask("load", state)
             self._model.written()
 
-    def _follow_freezing(self) -> None:
-        """What the user froze or unfroze in the model since, the stages freeze, too."""
+    def _follow_user(self, trains: bool) -> None:
+        """What the user froze or unfroze in the model since, the stages freeze, too; what was written there, they do not see."""
         trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
         if trainable != self._trainable:
             self.ask("freeze", trainable)
             self._trainable = trainable
+        if trains and (name := self._model.written()):
+            self.say(
+                f"{name} of the model was written to in place, and the stages train their own copies: "
+                "load it with engine.load_state_dict(), or change the model before the first step"
+            )
 
     def _judge(self, batch: Batch) -> None:
         """Says, once, where a pipeline cannot help since the batch stays whole, and notes it in the plan."""
@@ -349,14 +330,3 @@ class Controller:
         self.assembly.crew.abort(self._number, str(error.failure))
         if error.failure.kind.endswith("PeerLost"):
             self.broken = error
-
-
-def _sum(losses: Mapping[int, Mapping[int, Part]]) -> tuple[float, bool]:
-    """The loss of the mini-batch: the sum in micro-batch order of each one's share, divided by the counts where they were told; and
-    whether there is one, since the counts may be 0."""
-    by_micro_batch = {m: loss for each in losses.values() for m, loss in each.items()}
-    total = sum((by_micro_batch[m][0] for m in sorted(by_micro_batch)), 0.0)
-    counts = [count for _, count in by_micro_batch.values() if count is not None]
-    if not counts:
-        return total, True
-    return (total / sum(counts), True) if sum(counts) else (math.nan, False)

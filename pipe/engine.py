@@ -29,6 +29,7 @@ from pipe.micro_batch import BatchDim, count_rows
 from pipe.model import Model
 from pipe.options import merge
 from pipe.partition.spec import Layer
+from pipe.passes import Pass
 from pipe.plan import Plan, Wish, decide
 from pipe.report import Report
 from pipe.settings import Settings
@@ -166,7 +167,7 @@ class Engine:
             StageError: a stage raised, in this step or in the tail of the one before; the step's gradients are dropped.
         """
         front = self._need_front("train_step")
-        loss = self._controller.train(args, target, kwargs, zero=True, update=Update(front.groups(), self._max_grad_norm))
+        loss = self._controller.train(Pass("train", args, target, kwargs, zero=True, update=Update(front.groups(), self._max_grad_norm)))
         front.stepped()
         return Loss(loss)
 
@@ -176,7 +177,7 @@ class Engine:
         Raises:
             BatchError, StageError: as train_step. After a failure all gradients are dropped: half a gradient is worse than none.
         """
-        return Loss(self._controller.train(args, target, kwargs, zero=False, update=None))
+        return Loss(self._controller.train(Pass("train", args, target, kwargs)))
 
     def optimizer_step(self) -> None:
         """Steps the optimizer on all workers with the gradients that they hold; same as `engine.optimizer.step()`."""
@@ -216,11 +217,13 @@ class Engine:
         Tensors are concatenated on the batch dimension, 0-dim tensors averaged by rows, equal other values given once, else listed.
         """
         device = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), self._controller.predict(args, kwargs))
+        return pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(device), self._controller.predict(Pass("predict", args, kwargs=kwargs))
+        )
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> float:
         """The loss of the batch in eval mode, without gradients."""
-        return self._controller.evaluate(args, target, kwargs)
+        return self._controller.evaluate(Pass("eval", args, target, kwargs))
 
     def fit(
         self,

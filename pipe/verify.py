@@ -14,11 +14,12 @@ from torch import Tensor
 
 from pipe.announce import logger
 from pipe.assembly import Assembly
-from pipe.controller import Controller, Passed
+from pipe.controller import Controller
 from pipe.errors import PipeError
 from pipe.loss import LossFn
 from pipe.model import Model
 from pipe.options import Options
+from pipe.passes import Pass
 from pipe.plan import Plan
 from pipe.settings import Settings
 
@@ -64,7 +65,7 @@ class Verifier:
         if self._shadow is not None and name in _MIRRORED:
             self._shadow.ask(name, payload)
 
-    def trained(self, controller: Controller, passed: Passed, loss: float) -> None:
+    def trained(self, controller: Controller, asked: Pass, loss: float) -> None:
         """A pass of training of the engine, which the shadow does, too; then they are compared.
 
         Raises:
@@ -72,7 +73,7 @@ class Verifier:
         """
         if self._shadow is None:
             return
-        want = self._shadow.train(passed.args, passed.target, passed.kwargs, zero=passed.zero, update=passed.update)
+        want = self._shadow.train(asked)
         self._done += 1
         order = _other_order(controller)
         found = [*_compare(controller, self._shadow, "gradients", "gradient of")]

@@ -7,10 +7,8 @@ controller --command--> worker --early: losses--> controller        while the ba
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +23,8 @@ from pipe.boundary import check_device_copy
 from pipe.clock import Clock, WallClock
 from pipe.clock_cuda import CudaClock
 from pipe.copying import load_module
-from pipe.errors import Aborted, Failure, PipeError, StageError
+from pipe.errors import Aborted, Failure, StageError
+from pipe.failing import failure_of
 from pipe.loop import run_order
 from pipe.memory import PeakMemory
 from pipe.optimizer import apply_groups, state_on
@@ -288,46 +287,8 @@ class Worker:
 
     def failure(self, where: str, error: BaseException, action: Action | None = None) -> Failure:
         """An error of this worker as data."""
-        kind = type(error)
-        return Failure(
-            where=where,
-            worker=self.index,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-            message=_text(error) + _remedy(error),
-            traceback="" if isinstance(error, PipeError) else _users_traceback(error),
-            stage=action.stage if action else None,
-            micro_batch=action.micro_batch if action else None,
-            layer=getattr(self._stages[action.stage].module, "current", None) if action and action.op is Op.F else None,
-        )
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<its text cannot be made: {type(broken).__name__}>"
-
-
-def _remedy(error: BaseException) -> str:
-    """What to do about an error that comes of cutting the batch; empty for others."""
-    if isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in _text(error):
-        return "; a micro-batch of one row has no variance: use fewer micro-batches (--micro-batches), larger batches, or drop_last=True"
-    return ""
-
-
-def _users_traceback(error: BaseException) -> str:
-    """The traceback from the first frame outside this package on, so that it ends in, and starts near, the user's line."""
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    frames = error.__traceback__
-    first = frames
-    while first is not None and first.tb_frame.f_code.co_filename.startswith((here, os.path.dirname(torch.__file__))):
-        first = first.tb_next
-    try:
-        return "".join(traceback.format_exception(type(error), error, first or frames))
-    except Exception:
-        return "".join(traceback.format_tb(frames)) + f"{type(error).__name__}: {_text(error)}\n"
+        module = self._stages[action.stage].module if action is not None and action.op is Op.F else None
+        return failure_of(error, where, self.index, action, getattr(module, "current", None))
 
 
 def _copied(value: Any) -> Any:

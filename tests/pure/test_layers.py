@@ -23,7 +23,8 @@ ROWS = (
     "ambient batch_norm boundary copying culprit loss memory merging micro_batch model opaque optimizer pickler"
     " rng side_stream silent strides wire",
     "signing members session transport",
-    "arguments assembly blueprint clock_cuda crew desk front loop options plan replicas scaling settings stage tied update worker",
+    "arguments assembly blueprint clock_cuda crew desk failing front loop options passes plan replicas scaling settings stage tied"
+    " update worker",
     "controller engine fit logs verify",
 )
 PURE = ROWS[0].split() + ROWS[1].split()
