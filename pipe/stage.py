@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipe import rng, wire
+from pipe.aliases import Writes
 from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
 from pipe.boundary import Inbox, enter_boundary
@@ -134,8 +135,10 @@ class Stage:
                 stack.enter_context(saved.streams)
                 if isinstance(self.module, Chain):
                     self.module.at = saved.streams.at
-            args = _on(feed.args, self.device) if arg is None else (self._enter(arg, saved),)
+            args, writes = (_on(feed.args, self.device), None) if arg is None else self._enter(arg, saved)
             output = self.module(*args, **_on(dict(feed.kwargs), self.device))
+            if writes is not None:
+                writes.check()
             if self.last:
                 self._end(micro_batch, output, feed, saved)
                 return None
@@ -170,16 +173,18 @@ class Stage:
             return None
         return wire.pack_list([inbox.gradient if inbox is not None else None for inbox in saved.inboxes])
 
-    def _enter(self, message: Message, saved: _Saved) -> Any:
-        def enter(tensor: Tensor, needs_grad: bool) -> Tensor:
-            if not (needs_grad and self._run.trains):
-                saved.inboxes.append(None)
-                return tensor
-            inbox = Inbox()
-            saved.inboxes.append(inbox)
-            return enter_boundary(tensor, inbox)  # [1] no leaf, so in-place first operations work
+    def _enter(self, message: Message, saved: _Saved) -> tuple[tuple[Any], Writes | None]:
+        """The value as the module's argument, and what watches tensors that should have shared memory."""
+        entered: list[Tensor] = []
 
-        return wire.unpack(message, self.device, enter)
+        def enter(tensor: Tensor, needs_grad: bool) -> Tensor:
+            inbox = Inbox() if needs_grad and self._run.trains else None
+            saved.inboxes.append(inbox)
+            entered.append(tensor if inbox is None else enter_boundary(tensor, inbox))  # [1] no leaf, so in-place first operations work
+            return entered[-1]
+
+        value = wire.unpack(message, self.device, enter)
+        return (value,), Writes(entered[i] for i in message.aliases) if message.aliases else None
 
     def _end(self, micro_batch: int, output: Any, feed: Feed, saved: _Saved) -> None:
         if self._run.kind == "predict":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipe import pickler
+from pipe.aliases import overlapping
 from pipe.boundary import Boundary, Inbox, check_device_copy, enter_boundary
 from pipe.errors import PlanError
 from pipe.side_stream import arriving, leaving
@@ -54,6 +55,7 @@ class Message:
     needs_grad: tuple[bool, ...]
     geometry: tuple[Geometry | None, ...]
     ready: Ready | None = None
+    aliases: tuple[int, ...] = ()  # tensors that share memory with others of the value, which they no longer do on arrival
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +65,10 @@ class Message:
     def __deepcopy__(self, memo: dict[int, Any]) -> Message:
         """An independent message with the same values, strides and alignment."""
         copies = tuple(None if t is None else copy(t) for t in self.tensors)
-        return Message(self.frame, copies, self.needs_grad, self.geometry)
+        return Message(self.frame, copies, self.needs_grad, self.geometry, None, self.aliases)
 
     def __reduce__(self) -> tuple[type[Message], tuple[Any, ...]]:
-        return Message, (self.frame, self.tensors, self.needs_grad, self.geometry)
+        return Message, (self.frame, self.tensors, self.needs_grad, self.geometry, None, self.aliases)
 
 
 class Ready:
@@ -157,7 +159,7 @@ def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
         sent = [(t.detach(), None) if is_sendable(t) else ship(t.detach()) for t in tensors]
     needs_grad = tuple(grad and t.requires_grad for t in tensors)
     ready = Ready(events) if events else None
-    return Message(frame, tuple(t for t, _ in sent), needs_grad, tuple(geometry for _, geometry in sent), ready)
+    return Message(frame, tuple(t for t, _ in sent), needs_grad, tuple(geometry for _, geometry in sent), ready, overlapping(tensors))
 
 
 class _Frame(pickler.Pickler):
