@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,16 @@ class Assembly:
         self._loss_fn = loss_fn
         self._to_measure = False
         self._takes: dict[int, frozenset[str] | None] = {}
-        if model.layers is not None and plan.strategy not in ("single", "ddp"):
-            counts = model.cut(split, plan.stages)
+        self._split = split
+        self._is_cut = plan.strategy not in ("single", "ddp") and (model.layers is not None or plan.stages > 1)
+        if model.layers is not None and self._is_cut:
+            counts = model.resolve(split, plan.stages)
             self._to_measure = counts is None
             self.plan = replace(plan, split=counts or self._by_bytes())
         elif model.layers is not None:
             self.plan = replace(plan, split=(len(model.layers),))
         self._generator_state = torch.get_rng_state()
+        self.otherwise: Callable[[str], Plan] = lambda why: plan  # what to do with a model that cannot be cut
 
     @property
     def workers(self) -> frozenset[int]:
@@ -98,6 +101,8 @@ class Assembly:
             PlanError: the model does not fit, a device is missing, or a module cannot be sent.
             StageError: a worker failed to build its stages.
         """
+        if self.captures:
+            self._capture(example, first)
         if self._to_measure:
             self._measure(example, first)
         if self.plan.strategy == "ddp":
@@ -111,6 +116,11 @@ class Assembly:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def captures(self) -> bool:
+        """Whether the model has to be captured, to be cut: its arguments then go by name."""
+        return self._is_cut and self._model.layers is None
 
     def _build_stages(self, shell: Shell | None) -> dict[int, Built]:
         answers: dict[int, Built] = {}
@@ -132,10 +142,7 @@ class Assembly:
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter or buffer, by full name."""
-        if self._model.layers is None:
-            return 0
-        layer = self._model.layers.names.index(name.partition(".")[0])
-        return sum(layer >= end for end in accumulate(self.plan.split))
+        return self._model.stage_of(name, self.plan.split)
 
     def _build_stage(self, s: int, state: torch.Tensor, shell: Shell | None) -> int:
         """Tells the holders of a stage to build it; gives the ticket."""
@@ -196,6 +203,37 @@ class Assembly:
 
     # --- cutting ---
 
+    def _capture(self, example: Example | None, first: Callable[[Example], Piece]) -> None:
+        """Makes the model's graph, and cuts it where asked; what cannot be captured is not cut.
+
+        Raises:
+            PlanError: it cannot be captured, and the strategy or the number of workers leaves nothing else.
+        """
+        try:
+            if example is None:
+                raise PlanError("nothing was there to capture it with: pass example=((x,), {})")
+            self._model.capture(first(example).kwargs)
+            counts = self._model.resolve(self._split, self.plan.stages)
+            self._to_measure = counts is None
+            self.plan = replace(self.plan, split=counts or self._evenly())
+        except PlanError as error:
+            self.plan = self.otherwise(str(error))
+            self._is_cut = False
+
+    def _evenly(self) -> tuple[int, ...]:
+        """As many nodes in each stage, at the nearest places to cut."""
+        assert self._model.captured is not None
+        layers, stages = self._model.captured.layers, self.plan.stages
+        places = layers.candidates(stages)
+        if len(places) < stages - 1:
+            raise PlanError(f"its forward has {len(layers)} nodes, fewer than {stages} stages need")
+        ends: list[int] = []
+        for s in range(1, stages):
+            left = places[len(ends) + (places.index(ends[-1]) + 1 - len(ends) if ends else 0) :]
+            left = left[: len(left) - (stages - 1 - s)]
+            ends.append(min(left, key=lambda at: abs(at - len(layers) * s // stages)))
+        return tuple(end - begin for begin, end in zip([0, *ends], [*ends, len(layers)]))
+
     def _by_bytes(self) -> tuple[int, ...]:
         modules = [m for m in self._model.whole._modules.values() if m is not None]
         sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in modules]
@@ -205,28 +243,42 @@ class Assembly:
 
     def _measure(self, example: Example | None, first: Callable[[Example], Piece]) -> None:
         """Cuts by measured time; by bytes where there is nothing to measure with, or a layer raises, which the step will tell better."""
-        assert self._model.layers is not None
         how = "cut by parameter bytes, since nothing was there to measure with"
         counts = self.plan.split
         if example is not None:
             try:
-                piece = first(example)
-                costs = measure(
-                    self._model.layers.layers,
-                    piece.args,
-                    piece.kwargs,
-                    names=self._model.layers.names,
-                    device=self._device_0(),
-                    copy=copy_module,
-                    limit=self._options.timeout or math.inf,
-                )
-                counts = balance([cost.total for cost in costs], self.plan.stages)
-                how = f"cut by measured time, dearest layer {max(cost.total for cost in costs) * 1e3:.3g} ms a micro-batch"
+                counts, dearest = self._cheapest(first(example))
+                how = f"cut by measured time, dearest layer {dearest * 1e3:.3g} ms a micro-batch"
             except PlanError as error:
-                how = f"cut by parameter bytes, since a layer could not be measured ({str(error).splitlines()[0][:200]})"
+                how = f"cut by {self._else}, since a layer could not be measured ({str(error).splitlines()[0][:200]})"
         self._model.check(counts)
         self._to_measure = False
         self.plan = replace(self.plan, split=counts, reason=f"{self.plan.reason}, {how}")
+
+    @property
+    def _else(self) -> str:
+        return "parameter bytes" if self._model.layers is not None else "the number of nodes"
+
+    def _cheapest(self, piece: Piece) -> tuple[tuple[int, ...], float]:
+        """The cut whose dearest stage is cheapest, and the seconds of the dearest layer, or part of a graph between places to cut.
+
+        Raises:
+            PlanError: one of them raises.
+        """
+        stages, limit = self.plan.stages, self._options.timeout or math.inf
+        if self._model.layers is not None:
+            layers, names, widths = self._model.layers.layers, self._model.layers.names, [1] * len(self._model.layers)
+        else:
+            assert self._model.captured is not None
+            graph = self._model.captured.layers
+            ends = [*graph.candidates(stages), len(graph)]
+            widths = [end - begin for begin, end in zip([0, *ends], ends)]
+            layers = tuple(graph.part(end - width, end) for width, end in zip(widths, ends))
+            names = tuple(f"{graph.names[end - width]} ({end - width})" for width, end in zip(widths, ends))
+        costs = measure(layers, piece.args, piece.kwargs, names=names, device=self._device_0(), copy=copy_module, limit=limit)
+        counts = balance([cost.total for cost in costs], stages)
+        bounds = [0, *accumulate(counts)]
+        return tuple(sum(widths[begin:end]) for begin, end in pairwise(bounds)), max(cost.total for cost in costs)
 
     def _device_0(self) -> str:
         return self._seat(0).device()
@@ -261,18 +313,26 @@ class Assembly:
         return Seat(member.local_rank, neighbours, self._options.device, self._options.share_gpus)
 
     def _blueprint(self, s: int, state: torch.Tensor) -> Blueprint:
-        if self._model.layers is None:
-            return Blueprint((self._model.whole,), (), True, state)
-        names, layers = self._model.stage(s, self.plan.split)
-        self._takes[s] = _takes_of(self._model, s, self.plan.split)
-        return Blueprint(layers, names, s == 0, state)
+        if self._model.layers is not None:
+            names, layers = self._model.stage(s, self.plan.split)
+            self._takes[s] = _takes_of(self._model, s, self.plan.split)
+            return Blueprint(layers, names, s == 0, state)
+        part = self._model.parts(self.plan.split)[s]
+        if self._model.captured is not None and self._is_cut:
+            self._takes[s] = self._model.captured.layers.keywords(part)
+        return Blueprint((part,), (), True, state)
 
     def _contents(self, s: int) -> str:
-        if self._model.layers is None:
-            return f"{type(self._model.whole).__name__}, {_parameters([self._model.whole]):,} parameters"
-        names, _ = self._model.stage(s, self.plan.split)
-        count = _parameters([m for m in (self._model.whole._modules[name] for name in names) if m is not None])
-        return (f"layers {names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else f"layer {names[0]}") + f", {count:,} parameters"
+        part = self._model.parts(self.plan.split)[s]
+        count = _parameters([part])
+        if self._model.layers is not None:
+            names, _ = self._model.stage(s, self.plan.split)
+            held = f"layers {names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else f"layer {names[0]}"
+        elif self._model.captured is not None and self._is_cut:
+            held = self._model.captured.layers.contents(s, self.plan.split)
+        else:
+            held = type(self._model.whole).__name__
+        return f"{held}, {count:,} parameters"
 
 
 def _send_script() -> None:

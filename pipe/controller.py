@@ -18,6 +18,7 @@ from pipe.ambient import Ambient
 from pipe.announce import logger
 from pipe.arguments import check_call, check_grad_mode
 from pipe.assembly import Assembly, Example
+from pipe.captured import bind
 from pipe.errors import BatchError, PlanError, StageError
 from pipe.logs import StepLog
 from pipe.micro_batch import Batch, count_rows, cut
@@ -144,7 +145,7 @@ class Controller:
     def gather(self, what: str) -> dict[str, Any]:
         """What the workers of the first replica hold, by full name, in the model's order."""
         found = self.ask("collect", (self.number(), what))
-        return {name: value for w in range(self.assembly.plan.stages) for name, value in found[w].items()}
+        return self._model.in_order({name: value for w in range(self.assembly.plan.stages) for name, value in found[w].items()})
 
     def stepped(self, finite: bool) -> None:
         """After an optimizer's step, or one that was left out since a gradient was not finite."""
@@ -206,9 +207,12 @@ class Controller:
             raise PlanError("the engine is closed; it runs until close() or the end of its with block: make a new one")
         if self.assembly.built:
             return
-        self.assembly.build(self.shell(), self._example or batch, lambda example: self._cut(*example, None).pieces[0])
+        example = self._example or batch
+        if example is not None and self.assembly.captures:
+            example = (), bind(self._model.whole, *example)
+        self.assembly.build(self.shell(), example, lambda example: self._cut(*example, None).pieces[0])
         if self.verifier is not None:
-            self.verifier.begin(self, self._example or batch)
+            self.verifier.begin(self, example)
         self._planned = self.assembly.plan
         self._trainable = {name: parameter.requires_grad for name, parameter in self._model.parameters}
         if not self._quiet:
@@ -245,9 +249,14 @@ class Controller:
         if self._settings.target_is_argument and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
         check_call(self._model, self._settings, asked.args, target, kwargs, loss=asked.kind != "predict")
+        args = asked.args
+        if self.assembly.captures:
+            args, kwargs = (), bind(self._model.whole, args, kwargs)
         if self._pending is None:
-            self.ready((asked.args, kwargs))
-        batch = self._cut(asked.args, kwargs, target)
+            self.ready((args, kwargs))
+        if self._model.captured is not None:
+            self._model.captured.check(kwargs)
+        batch = self._cut(args, kwargs, target)
         if asked.trains and batch.needs_grad:
             raise BatchError(
                 f"{batch.needs_grad[0]!r} requires grad, and gradients of inputs do not come back from the stages: pass it with .detach()"

@@ -30,7 +30,7 @@ from pipe.model import Model
 from pipe.options import merge
 from pipe.partition.spec import Layer
 from pipe.passes import Pass
-from pipe.plan import Plan, Wish, decide
+from pipe.plan import Plan, Wish, decide, uncut
 from pipe.report import Report
 from pipe.settings import Settings
 from pipe.trace import Trace
@@ -131,7 +131,7 @@ class Engine:
         check_batch_dim(batch_dim, self._model.argument_names)
         wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
-        plan = decide(wish, layers=layers, why_uncut=self._model.why_uncut, world=options.world, launched=job is not None)
+        plan = decide(wish, layers=layers, world=options.world, launched=job is not None)
         settings = Settings(
             batch_dim=batch_dim,
             mean=loss_reduction == "mean",
@@ -146,6 +146,7 @@ class Engine:
         log = _log(options.logdir)
         check_loss_fn(loss_fn, self._model)
         self._controller = Controller(self._model, Assembly(self._model, plan, options, split, loss_fn), settings, example, log)
+        self._controller.assembly.otherwise = lambda why: uncut(wish, plan, why, options.world)
         if options.verify:
             self._controller.verifier = Verifier(options.verify, self._model, options, loss_fn, settings)
         self._batch_dim = batch_dim

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from pipe.captured import Captured
 from pipe.errors import PlanError
 from pipe.follower import Follower, StaleWarning
 from pipe.partition import ties
-from pipe.partition.sequence import Chain, Keywords, keywords, layers_of, resolve, route, why_whole
+from pipe.partition.sequence import Chain, Keywords, keywords, layers_of, resolve, route
 from pipe.partition.spec import Layer, LayerSpec, skeleton
 from pipe.partition.ties import Tie
 
@@ -33,7 +36,6 @@ class Model:
             raise PlanError(f"model is a {type(model).__name__}; it is an nn.Module, a list of modules, or a list of pipe.LayerSpec")
         self.given = model
         self.layers = layers_of(model)
-        self.why_uncut = "" if self.layers or not isinstance(model, nn.Module) else f"{type(model).__name__} {why_whole(model)}"
         self.has_specs = self.layers is not None and any(isinstance(layer, LayerSpec) for layer in self.layers.layers)
         self.whole = self._whole()
         lazy = [name for name, p in self.whole.named_parameters() if is_lazy(p)]
@@ -42,7 +44,8 @@ class Model:
                 f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first"
             )
         self.parameters = list(self.whole.named_parameters())
-        self.tied = [] if self.layers is None else ties.tied(self._modules, self.layers.names)
+        self.captured: Captured | None = None  # of a module that is no sequence
+        self._parts: tuple[tuple[int, ...], list[nn.Module]] | None = None
         self.takes: Mapping[str, Keywords] = self._takes()
         self._hooks: list[Any] = []
         self._versions: list[int] = []  # of the parameters, when `written` was last asked
@@ -95,19 +98,50 @@ class Model:
             return None
         return (*self.forward_names, *sorted({name for takes in self.takes.values() for name in takes.names} - set(self.forward_names)))
 
-    def cut(self, split: object, stages: int) -> tuple[int, ...] | None:
-        """Layers per stage as asked for, or the only possibility; None where they are to be measured.
+    def capture(self, given: Mapping[str, Any]) -> None:
+        """Makes the graph of a module that is no sequence, from the arguments of one micro-batch, by name.
+
+        Raises:
+            PlanError: it cannot be captured.
+        """
+        self.captured = Captured(self.whole, given)
+
+    def resolve(self, split: object, stages: int) -> tuple[int, ...] | None:
+        """Layers, or nodes of the graph, per stage as asked for, or the only possibility; None where they are to be measured.
 
         Raises:
             PlanError: the split does not fit, or see `check`.
         """
-        assert self.layers is not None
-        counts = resolve(split, self.layers.names, stages)
-        if counts is None and stages in (1, len(self.layers)):
-            counts = (len(self.layers),) if stages == 1 else (1,) * stages
+        if self.captured is not None:
+            if split == "auto":
+                return None
+            if isinstance(split, str) or not isinstance(split, Sequence) or not all(isinstance(name, str) for name in split):
+                raise PlanError(f'split={split!r} for a captured model; it is "auto", or names of modules that begin a stage: give names')
+            counts: tuple[int, ...] | None = self.captured.layers.begins(list(split), stages)
+        else:
+            assert self.layers is not None
+            counts = resolve(split, self.layers.names, stages)
+            if counts is None and stages in (1, len(self.layers)):
+                counts = (len(self.layers),) if stages == 1 else (1,) * stages
         if counts is not None:
             self.check(counts)
         return counts
+
+    def parts(self, counts: Sequence[int]) -> list[nn.Module]:
+        """A module for each stage of a cut, with the unsplit names; of a sequence, one that only holds the layers."""
+        if self.captured is not None:
+            if self._parts is None or self._parts[0] != tuple(counts):
+                self._parts = tuple(counts), self.captured.layers.parts(counts)
+            return self._parts[1]
+        if self.layers is None:
+            return [self.whole]
+        parts = []
+        modules = iter(self.whole._modules.items())
+        for count in counts:
+            part = nn.Module()
+            part._modules.update(itertools.islice(modules, count))
+            parts.append(part)
+        return parts
 
     def check(self, counts: Sequence[int]) -> None:
         """Refuses a cut after which stages would silently disagree on what they share.
@@ -115,25 +149,35 @@ class Model:
         Raises:
             PlanError: see `pipe.partition.ties.check`.
         """
-        assert self.layers is not None
-        ties.check(self._modules, self.layers.names, counts, (*self.ties(counts), *self.ties(counts, buffers=True)))
+        ties.check(self.parts(counts), self.whole)
 
     def ties(self, counts: Sequence[int], *, buffers: bool = False) -> tuple[Tie, ...]:
         """The parameters, or buffers, that the cut gives to several stages."""
-        if self.layers is None:
-            return ()
-        kind = {name for name, _ in (self.whole.named_buffers if buffers else self.whole.named_parameters)(remove_duplicate=False)}
-        groups = [group for group in self.tied if group[0] in kind]
-        return ties.separated(groups, self.layers.names, counts)
+        return ties.find(self.parts(counts), self.whole, buffers=buffers)
+
+    def in_order(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What the stages hold by full name, in the order of the unsplit model's state_dict."""
+        if self.captured is None:
+            return dict(found)
+        place: dict[str, int] = {}
+        for path, module in self.whole.named_modules(remove_duplicate=False):
+            for name in [*module._parameters, *module._buffers]:
+                place.setdefault(f"{path}.{name}" if path else name, len(place))
+        return dict(sorted(found.items(), key=lambda item: place.get(item[0], len(place))))
+
+    def stage_of(self, name: str, counts: Sequence[int]) -> int:
+        """The first stage that holds a parameter or buffer."""
+        parts = self.parts(counts)
+        return next((s for s, part in enumerate(parts) if name in {n for n, _ in _tensors(part)}), 0)
+
+    def lost_keywords(self, given: Mapping[str, Any]) -> str:
+        """What is wrong with keyword arguments that no layer takes; empty if nothing is."""
+        return route(self.takes, given) if self.layers is not None else ""
 
     def takes_keyword(self, name: str) -> bool:
         """Whether forward, or some layer's, names this argument or takes any."""
         names = self.argument_names
         return names is None or name in names
-
-    def lost_keywords(self, given: Mapping[str, Any]) -> str:
-        """What is wrong with keyword arguments that no layer takes; empty if nothing is."""
-        return route(self.takes, given) if self.layers is not None else ""
 
     def stage(self, s: int, counts: Sequence[int]) -> tuple[tuple[str, ...], tuple[Layer, ...]]:
         """Names and layers of stage s."""
@@ -156,10 +200,13 @@ class Model:
 
     def even(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state with one value for all names of a shared tensor: the last that it holds, as if it were loaded in the model's order."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in _tensors(self.whole):
+            groups[id(tensor)].append(name)
         evened = dict(state)
-        for group in self.tied:
+        for group in groups.values():
             given = [name for name in group if name in state]
-            evened.update(dict.fromkeys(group, state[given[-1]]) if given else {})
+            evened.update(dict.fromkeys(group, state[given[-1]]) if given and len(group) > 1 else {})
         return evened
 
     def written(self) -> str | None:
@@ -204,3 +251,7 @@ def _loaded(prefix: str, load: Callable[[dict[str, Any]], None], module: nn.Modu
     """A load_state_dict of the user's model, or of one of its layers, ends: the stages take over its values."""
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     load({prefix + name: value.detach() for name, value in own.items()})
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

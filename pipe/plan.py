@@ -113,11 +113,11 @@ def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...]) 
     return Schedule(tuple(placed))
 
 
-def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | None = None, launched: bool = False) -> Plan:
+def decide(wish: Wish, *, layers: int | None, world: int | None = None, launched: bool = False) -> Plan:
     """The plan for a wish: the strategy that was asked for, or the one that fits, with its reason.
 
     Args:
-        layers: how many the model can be cut into; None: it cannot be cut, for the reason `why_uncut`.
+        layers: how many the model can be cut into; None: that is known when it has been captured.
         world: how many workers the launcher started; None: a script run without it, or with one worker, whose stages are threads.
         launched: whether there is a launcher, for the reason.
 
@@ -137,9 +137,9 @@ def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | 
         return _ddp(chosen, "asked for", world)
     if stages * replicas == 1 and strategy == "auto":
         return _single(chosen, "one worker" if launched or world is not None else "started without pipe-launch and without stages")
-    uncut = why_uncut if layers is None else f"it has {layers} layer{'s' * (layers != 1)}, fewer than the stages" if layers < stages else ""
-    if uncut and stages > 1:
-        return _uncut(chosen, strategy, uncut, world)
+    few = layers is not None and layers < stages
+    if few and stages > 1:
+        return _uncut(chosen, strategy, f"it has {layers} layer{'s' * (layers != 1)}, fewer than the stages", world)
     if strategy == "naive":
         return replace(chosen, strategy="naive", micro_batches=1, reason="asked for: stages work one after the other")
     if stages == 1 and strategy in ("auto", "hybrid"):
@@ -150,7 +150,8 @@ def decide(wish: Wish, *, layers: int | None, why_uncut: str = "", world: int | 
         )
     kind = "pipeline" if replicas == 1 else "hybrid"
     micro_batches = chosen.micro_batches or MICRO_BATCHES_PER_WORKER * stages
-    reason = "asked for" if strategy != "auto" else f"{layers} layers in {stages} stages"
+    what = f"{layers} layers in {stages} stages" if layers is not None else f"captured, and cut into {stages} stages"
+    reason = "asked for" if strategy != "auto" else what
     return replace(chosen, strategy=kind, micro_batches=micro_batches, reason=reason)
 
 
@@ -199,6 +200,15 @@ def _ddp(plan: Plan, reason: str, world: int | None) -> Plan:
     if plan.stages > 1:
         reason = f"{reason}; {workers} workers became {workers} replicas"
     return replace(plan, strategy="ddp", stages=1, replicas=workers, micro_batches=plan.micro_batches or 1, schedule="gpipe", reason=reason)
+
+
+def uncut(wish: Wish, plan: Plan, why: str, world: int | None) -> Plan:
+    """The plan for a model that turned out to be one that cannot be cut.
+
+    Raises:
+        PlanError: the wish leaves nothing else.
+    """
+    return _uncut(replace(plan, micro_batches=wish.micro_batches or 0), wish.strategy or "auto", why, world)
 
 
 def _uncut(plan: Plan, strategy: str, why: str, world: int | None) -> Plan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+
+from pipe.partition.capture import draws as draws_by_function
 
 _SILENT = frozenset(
     {nn.Module}  # a bare one holds others and has no forward
@@ -58,6 +60,8 @@ def draws(module: nn.Module) -> bool:
 
 def _is_silent(module: nn.Module) -> bool:
     kind = type(module)
+    if isinstance(module, fx.GraphModule):
+        return not draws_by_function(module.graph)
     hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
     if "forward" in vars(module) or not all(getattr(hook, "draws_nothing", False) for hook in hooks):
         return False

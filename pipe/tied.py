@@ -25,13 +25,12 @@ class TiedWeights:
     """What one worker owns of the tied weights, and what it holds a copy of."""
 
     def __init__(self, ties: Iterable[Tie], held: Mapping[str, nn.Parameter], index: int, stages: int) -> None:
-        """`held`: all parameters of the worker under the full names that its stages give them."""
+        """`held`: all parameters of the worker under all full names that its stages give them."""
         first = index - index % stages  # worker of the replica's stage 0
         self._index = index
         self._lent: dict[int, list[nn.Parameter]] = defaultdict(list)  # owned here, by the worker that holds a copy
         self._borrowed: dict[int, list[nn.Parameter]] = defaultdict(list)  # held here, by the worker that owns it
         self.borrowed: Parameters = {}  # by the name in the unsplit model
-        self._aliases: set[str] = set()
         for tie in ties:
             for stage, name in tie.names.items():
                 if stage == tie.owner:
@@ -39,13 +38,13 @@ class TiedWeights:
                 if first + stage == index:
                     self._borrowed[first + tie.owner].append(held[name])
                     self.borrowed[tie.name] = held[name]
-                    self._aliases.add(name)
                 elif first + tie.owner == index:
                     self._lent[first + stage].append(held[tie.name])
 
-    def owned(self, held: Mapping[str, nn.Parameter]) -> Parameters:
-        """The worker's parameters without those that it only holds a copy of."""
-        return {name: parameter for name, parameter in held.items() if name not in self._aliases}
+    def owned(self, held: Mapping[str, nn.Parameter], names: Iterable[str]) -> Parameters:
+        """The worker's parameters by their names in the unsplit model, without those that it only holds a copy of."""
+        copies = {id(parameter) for parameter in self.borrowed.values()}
+        return {name: held[name] for name in names if name in held and id(held[name]) not in copies}
 
     def gather(self, transport: Transport) -> None:
         """Hands the copies' gradients over to their owners, who add them to their own; None stays None."""

@@ -106,10 +106,10 @@ class Worker:
         for index, blueprint in order.blueprints.items():
             module, state = blueprint.build()
             self._stages[index] = Stage(index, module, device, last=index == order.plan.stages - 1, loss_fn=loss_fn)
-        held = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters()}
+        held = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters(remove_duplicate=False)}
         self._tied = TiedWeights(order.ties, held, self.index, order.plan.stages)
         self._buffers = SharedBuffers(order.shared_buffers, {s: stage.module for s, stage in self._stages.items()})
-        self._parameters = self._tied.owned(held)
+        self._parameters = self._tied.owned(held, order.names)
         self._all = {**self._parameters, **self._tied.borrowed}
         self._shell = order.shell
         self._optimizer = order.shell.build(self._parameters) if order.shell is not None else None

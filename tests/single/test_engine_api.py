@@ -267,15 +267,8 @@ def test_what_cannot_be_met_is_said_before_anything_starts(options: dict[str, An
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("strategy", [None, "pipeline", "naive"])
-def test_a_module_that_cannot_be_cut(strategy: str | None) -> None:
-    model = Custom()
-    with pytest.raises(PlanError, match=r"cannot be cut into 2 stages: Custom is neither an nn.Sequential nor a list"):
-        engine_of(model, strategy=strategy)
-
-
 @pytest.mark.parametrize("strategy", [None, "single", "pipeline"])
-def test_a_module_that_cannot_be_cut_trains_on_one_stage(strategy: str | None) -> None:
+def test_a_module_that_is_no_sequence_trains_whole_on_one_stage(strategy: str | None) -> None:
     torch.manual_seed(0)
     model = Custom().double()
     reference = copy.deepcopy(model)

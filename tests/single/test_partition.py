@@ -1,6 +1,7 @@
 import copy
 import pickle
 from collections import OrderedDict
+from itertools import islice
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from pipe.errors import PlanError
 from pipe.partition.sequence import Chain, keywords, layers_of, resolve, route, why_whole
 from pipe.partition.spec import LayerSpec, build_layers, skeleton
-from pipe.partition.ties import separated, tied
+from pipe.partition.ties import find
 
 torch.set_num_threads(1)
 
@@ -155,31 +156,50 @@ def test_every_layer_lands_once_and_no_stage_is_empty(n: int, stages: int) -> No
 # --- what layers share ---
 
 
+def stages_of(layers: list[nn.Module], counts: tuple[int, ...]) -> tuple[list[nn.Module], nn.Module]:
+    """A module for each stage of a sequence, and the whole, with the names of the whole."""
+    whole = nn.Sequential(*layers)
+    parts, names = [], iter(whole._modules.items())
+    for count in counts:
+        part = nn.Module()
+        part._modules.update(islice(names, count))
+        parts.append(part)
+    return parts, whole
+
+
 def test_ties_are_the_same_object_and_cross_only_where_the_cut_parts_them() -> None:
     embed, middle, head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
     head.weight = embed.weight
     norm = nn.BatchNorm1d(3)
-    layers, names = [embed, norm, middle, norm, head], ["embed", "n1", "middle", "n2", "head"]
-    groups = tied(layers, names)
-    assert ("embed.weight", "head.weight") in groups
-    assert ("n1.weight", "n2.weight") in groups
-    assert ("n1.running_mean", "n2.running_mean") in groups
-    assert len(groups) == 1 + 2 + 3
-    assert separated(groups, names, (5,)) == ()
-    (tie,) = separated(groups, names, (4, 1))
-    assert (tie.name, tie.owner, tie.names) == ("embed.weight", 0, {0: "embed.weight", 1: "head.weight"})
-    assert len(separated(groups, names, (3, 2))) == len(groups)
+    layers = [embed, norm, middle, norm, head]
+    assert find(*stages_of(layers, (5,))) == ()
+    (tie,) = find(*stages_of(layers, (4, 1)))
+    assert (tie.name, tie.owner, tie.names) == ("0.weight", 0, {0: "0.weight", 1: "4.weight"})
+    assert [tie.name for tie in find(*stages_of(layers, (3, 2)))] == ["0.weight", "1.weight", "1.bias"]
+    buffers = find(*stages_of(layers, (3, 2)), buffers=True)
+    assert [tie.name for tie in buffers] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
 
 
 def test_a_weight_of_three_stages_belongs_to_the_first() -> None:
     one = nn.Linear(2, 2)
-    (weight, bias) = separated(tied([one, nn.ReLU(), one, one], list("abcd")), list("abcd"), (1, 2, 1))
-    assert (weight.names, bias.owner) == ({0: "a.weight", 1: "c.weight", 2: "d.weight"}, 0)
+    weight, bias = find(*stages_of([one, nn.ReLU(), one, one], (1, 2, 1)))
+    assert (weight.names, bias.owner) == ({0: "0.weight", 1: "2.weight", 2: "3.weight"}, 0)
+
+
+def test_the_owner_has_the_unsplit_models_name() -> None:
+    """A graph may call a module first by a name that is not the first in the model."""
+    shared = nn.Linear(2, 2, bias=False)
+    whole = nn.ModuleDict({"a": shared, "b": shared})
+    first, second = nn.Module(), nn.Module()
+    first.add_module("b", shared)
+    second.add_module("a", shared)
+    (tie,) = find([first, second], whole)
+    assert (tie.name, tie.owner, tie.names) == ("a.weight", 1, {0: "b.weight", 1: "a.weight"})
 
 
 def test_a_module_without_parameters_ties_nothing() -> None:
     relu = nn.ReLU()
-    assert tied([relu, nn.Linear(2, 2), relu], ["0", "1", "2"]) == []
+    assert find(*stages_of([relu, nn.Linear(2, 2), relu], (1, 2))) == ()
 
 
 # --- the module of one stage ---

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from pipe.action import Op, Schedule
 from pipe.errors import PlanError
-from pipe.plan import Plan, Wish, decide
+from pipe.plan import Plan, Wish, decide, uncut
 from pipe.schedules import NAMES, schedule
-
-UNCUT = "Custom is neither an nn.Sequential nor a list of layers"
 
 #   wish, layers, world -> strategy, stages, replicas, micro-batches, words of the reason
 TABLE: list[tuple[dict[str, Any], int | None, int | None, tuple[str, int, int, int, str]]] = [
@@ -34,7 +32,7 @@ TABLE: list[tuple[dict[str, Any], int | None, int | None, tuple[str, int, int, i
     ({"strategy": "ddp"}, 5, 4, ("ddp", 1, 4, 1, "asked for; 4 workers became 4 replicas")),
     ({"strategy": "ddp", "replicas": 4, "micro_batches": 2}, 5, 4, ("ddp", 1, 4, 2, "asked for")),
     ({"strategy": "ddp"}, 5, None, ("ddp", 1, 1, 1, "asked for")),
-    ({}, None, 3, ("ddp", 1, 3, 1, f"cannot be cut into 3 stages: {UNCUT}; 3 workers became 3 replicas")),
+    ({}, None, 3, ("pipeline", 3, 1, 12, "captured, and cut into 3 stages")),
     ({"stages": 3}, 2, 3, ("ddp", 1, 3, 1, "it has 2 layers, fewer than the stages; 3 workers became 3 replicas")),
     ({"strategy": "single", "stages": 3}, 5, 3, ("single", 1, 1, 1, "asked for; 2 of 3 workers stay idle")),
     ({"strategy": "single"}, None, None, ("single", 1, 1, 1, "asked for")),
@@ -46,7 +44,7 @@ TABLE: list[tuple[dict[str, Any], int | None, int | None, tuple[str, int, int, i
 
 @pytest.mark.parametrize(("wish", "layers", "world", "want"), TABLE, ids=str)
 def test_what_a_wish_gets(wish: dict[str, Any], layers: int | None, world: int | None, want: tuple[str, int, int, int, str]) -> None:
-    plan = decide(Wish(**wish), layers=layers, why_uncut=UNCUT if layers is None else "", world=world)
+    plan = decide(Wish(**wish), layers=layers, world=world)
     assert (plan.strategy, plan.stages, plan.replicas, plan.micro_batches) == want[:4]
     assert want[4] in plan.reason
     assert str(plan).startswith(f"{plan.strategy}: {plan.stages} stage")
@@ -59,7 +57,6 @@ REFUSED: list[tuple[dict[str, Any], int | None, int | None, str]] = [
     ({"stages": 3, "strategy": "pipeline"}, 2, 3, r"cannot be cut into 3 stages: it has 2 layers.*'auto', which falls back to ddp"),
     ({"stages": 3}, 2, None, r"cannot be cut into 3 stages: it has 2 layers, fewer than the stages; give fewer stages"),
     ({"stages": 2}, 1, None, r"it has 1 layer, fewer"),
-    ({"stages": 2, "strategy": "naive"}, None, 2, UNCUT),
     ({"stages": 2, "strategy": "hybrid"}, 5, None, r"'hybrid' got 2 stages and 1 replica.*--replicas 2"),
     ({"replicas": 2}, 5, None, r"replicas=2 without pipe-launch.*'pipe-launch --stages 1 --replicas 2 script.py'"),
     ({"stages": 2, "strategy": "ddp"}, 5, None, r"'ddp' with 2 workers without pipe-launch.*--replicas 2"),
@@ -73,7 +70,18 @@ REFUSED: list[tuple[dict[str, Any], int | None, int | None, str]] = [
 @pytest.mark.parametrize(("wish", "layers", "world", "text"), REFUSED, ids=str)
 def test_what_is_refused(wish: dict[str, Any], layers: int | None, world: int | None, text: str) -> None:
     with pytest.raises(PlanError, match=text):
-        decide(Wish(**wish), layers=layers, why_uncut=UNCUT if layers is None else "", world=world)
+        decide(Wish(**wish), layers=layers, world=world)
+
+
+def test_a_model_that_turns_out_to_be_uncuttable() -> None:
+    why = "Custom cannot be traced"
+    auto, asked = Wish(stages=3), Wish(stages=3, strategy="pipeline", micro_batches=2)
+    plan = uncut(auto, decide(auto, layers=None, world=3), why, 3)
+    assert (plan.strategy, plan.replicas, plan.micro_batches) == ("ddp", 3, 1)
+    assert "cannot be cut into 3 stages: Custom cannot be traced; 3 workers became 3 replicas" in plan.reason
+    for wish, world in ((auto, None), (asked, 3)):
+        with pytest.raises(PlanError, match="cannot be cut into 3 stages: Custom cannot be traced; give fewer stages"):
+            uncut(wish, decide(wish, layers=None, world=world), why, world)
 
 
 @pytest.mark.parametrize("name", ["stages", "stages_per_worker", "replicas", "micro_batches"])

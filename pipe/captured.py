@@ -1,0 +1,109 @@
+"""A module that is no sequence, captured from its first arguments; and calls of it, which have to be alike."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from pipe.errors import PlanError
+from pipe.partition.capture import capture
+from pipe.partition.graph import GraphLayers
+
+
+def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of the module's forward by name; those that are None, like their default, are left out.
+
+    Raises:
+        PlanError: they do not fit its signature, or have no names.
+    """
+    signature, kind = inspect.signature(model.forward), type(model).__name__
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise PlanError(f"the arguments do not fit {kind}.forward{signature} ({error}); give those that it names") from None
+    found: dict[str, Any] = {}
+    for name, value in bound.items():
+        how = signature.parameters[name].kind
+        if how is inspect.Parameter.VAR_POSITIONAL:
+            raise PlanError(f"{kind}.forward takes *{name}; stages get arguments by name: give each a name in the signature")
+        found.update(value if how is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return {name: value for name, value in found.items() if value is not None or name not in signature.parameters}
+
+
+class Captured:
+    """The graph of a module, and the kind of call that it is good for: tensors may differ, all else is a part of it."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """`given`: the arguments of one micro-batch, by name.
+
+        Raises:
+            PlanError: it cannot be captured.
+        """
+        self._fixed = {name: value for name, value in given.items() if not _holds_tensors(value)}
+        self._given = {name: value for name, value in given.items() if name not in self._fixed}.keys()
+        tensors = {name: given[name] for name in self._given}
+        graph = capture(model, self._given, self._fixed)
+        _compare(model, graph, tensors, self._fixed)
+        self.layers = GraphLayers(model, graph, tensors)
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuses a call of another kind.
+
+        Raises:
+            PlanError: names the first argument that differs.
+        """
+        for name in sorted({*given, *self._given, *self._fixed}):
+            now, then = self._kind(given, name), "tensors" if name in self._given else self._kind(self._fixed, name)
+            if now != then:
+                raise PlanError(
+                    f"argument {name!r} is {now}, and the model was captured with {then}; a captured graph is for one kind of call: call "
+                    "it alike, or make an engine for each kind"
+                )
+
+    def _kind(self, values: Mapping[str, Any], name: str) -> str:
+        if name not in values:
+            return "its default"
+        return "tensors" if _holds_tensors(values[name]) else repr(values[name])
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, graph: fx.Graph, tensors: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Runs the model and the graph on the example, in eval mode; the model's modes and buffers stay as they were.
+
+    Raises:
+        PlanError: they give different values.
+    """
+    if any(t.is_meta for t in model.parameters()):
+        return
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), dict(tensors))
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            want = pytree.tree_leaves(model(**copy.deepcopy(given), **fixed))
+            got = pytree.tree_leaves(fx.GraphModule(model, graph)(**given))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    if len(want) != len(got) or not all(_equal(one, other) for one, other in zip(want, got)):
+        raise PlanError(f"the captured graph of {type(model).__name__} gives other values than the module on the example")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+    return bool(type(one) is type(other) and one == other)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))

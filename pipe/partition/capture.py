@@ -1,0 +1,163 @@
+"""A model as a graph: what its forward does, node after node, good for train and eval and for any batch.
+
+Traced by torch.fx in both modes. A module is kept whole, as one node, if it cannot be traced, does another thing in eval than in train
+(dropout as a function, stochastic depth), draws random numbers by itself, or has hooks; then the rest is traced again:
+
+    trace in train, trace in eval --differ inside module M--> keep M whole --again--> ... --the same graph--> done
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipe.errors import PlanError
+from pipe.follower import Follower
+
+_ROUNDS = 50  # each keeps at least one more module whole
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DRAWS = ("dropout", "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rrelu", "poisson", "gumbel_softmax")
+_Key = dict[str, list[tuple[Any, ...]]]
+
+
+def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) -> fx.Graph:
+    """What the model's forward does, as a graph whose placeholders are the arguments `given`.
+
+    Args:
+        given: names of arguments that hold tensors.
+        fixed: arguments with other values, which are constants of the graph. All others keep their defaults, as constants, too.
+
+    Raises:
+        PlanError: it cannot be captured; says which module, and why.
+    """
+    if any(not isinstance(hook, Follower) for hooks in _HOOKS for hook in getattr(model, hooks, {}).values()):
+        raise PlanError(
+            f"{type(model).__name__} has hooks on the whole model, which would belong to no stage (hooks on its modules are kept)"
+        )
+    constants = {**_defaults(model, {*given, *fixed}), **fixed}
+    whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in _HOOKS)}
+    for _ in range(_ROUNDS):
+        try:
+            graphs = [_trace(model, mode, whole, constants) for mode in (True, False)]
+        except Exception as error:  # whatever a forward raises when it meets a proxy
+            name = _innermost(model, error)
+            if not name or name in whole:
+                raise PlanError(f"{name or type(model).__name__} cannot be traced ({_line(error)})") from error
+            whole.add(name)
+            continue
+        ways = [_by_module(graph) for graph in graphs]
+        differ = {name for name in ways[0].keys() | ways[1].keys() if ways[0].get(name) != ways[1].get(name)}
+        differ |= {name for name, nodes in ways[0].items() if any(_draws(node) for node in nodes)}
+        if not differ:
+            return _without_constants(graphs[0], given)
+        if "" in differ:
+            raise PlanError(f"{type(model).__name__}.forward itself does another thing in eval than in train, or draws random numbers")
+        whole |= differ
+    raise PlanError(f"{type(model).__name__} changes with every trace")
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, whole: set[str]) -> None:
+        super().__init__(param_shapes_constant=True)
+        self._whole = whole
+        self._began = _context()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node; refused in a context that the graph would not have, so that the module around is kept whole."""
+        if _context() != self._began:
+            raise PlanError("its forward switches autocast or gradients on or off")
+        return super().create_node(*args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module, train: bool, whole: set[str], constants: Mapping[str, Any]) -> fx.Graph:
+    with _mode(model, train), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Was not able to add assertion")  # that a constant is one: we look ourselves
+        return _Tracer(whole).trace(model, dict(constants) or None)
+
+
+@contextmanager
+def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+    before = {module: module.training for module in model.modules()}
+    model.train(train)
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _context() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _defaults(model: nn.Module, given: Collection[str]) -> dict[str, Any]:
+    """The defaults of arguments that were not given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.name not in given and p.default is not p.empty}
+
+
+def _without_constants(graph: fx.Graph, given: Collection[str]) -> fx.Graph:
+    """The graph without the placeholders of constants, and without fx's checks of them."""
+    graph.set_codegen(fx.graph.CodeGen())
+    for node in [node for node in graph.nodes if node.op == "placeholder" and node.target not in given]:
+        _erase(graph, node)
+    graph.lint()
+    return graph
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
+
+
+def _by_module(graph: fx.Graph) -> _Key:
+    """What the nodes of each module do, by its name; the root's is ""."""
+    found: _Key = defaultdict(list)
+    for node in graph.nodes:
+        path = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+        if node.op == "call_module":
+            path = path[:-1]
+        found[path[-1] if path else ""].append((node.op, str(node.target), _shown(node.args), _shown(node.kwargs)))
+    return dict(found)
+
+
+def _shown(value: Any) -> str:
+    return repr(fx.node.map_arg(value, lambda node: "node"))
+
+
+def draws(graph: fx.Graph) -> bool:
+    """Whether a node that is no module draws random numbers."""
+    return any(_draws((node.op, str(node.target))) for node in graph.nodes)
+
+
+def _draws(node: tuple[Any, ...]) -> bool:
+    name = str(node[1]).rpartition(".")[2].split(" at ")[0].split()[-1].rstrip("_>'")
+    return node[0] in ("call_function", "call_method") and any(name == word or name.startswith(f"{word}_") for word in _DRAWS)
+
+
+def _innermost(model: nn.Module, error: BaseException) -> str:
+    """The name of the module whose forward was the innermost on the stack when the trace failed."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and trace.tb_frame.f_code.co_name != "__getattr__" and names.get(id(module)):
+            found = names[id(module)]
+        trace = trace.tb_next
+    return found
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
