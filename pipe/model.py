@@ -129,12 +129,12 @@ class Model:
 
     def parts(self, counts: Sequence[int]) -> list[nn.Module]:
         """A module for each stage of a cut, with the unsplit names; of a sequence, one that only holds the layers."""
+        if self.layers is None and not counts:
+            return [self.whole]
         if self.captured is not None:
             if self._parts is None or self._parts[0] != tuple(counts):
                 self._parts = tuple(counts), self.captured.layers.parts(counts)
             return self._parts[1]
-        if self.layers is None:
-            return [self.whole]
         parts = []
         modules = iter(self.whole._modules.items())
         for count in counts:

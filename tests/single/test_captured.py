@@ -88,15 +88,14 @@ def test_training_is_that_of_one_process(kind: Callable[[], nn.Module], stages: 
         assert engine.plan.reason.startswith("asked for, cut by measured time")
 
 
-@pytest.mark.parametrize("at", range(1, 25))
+@pytest.mark.parametrize("at", range(1, 17))
 def test_every_place_is_good_to_cut(at: int) -> None:
     """Also inside of a residual, where two values cross."""
     model = made(UNet)
     captured = pipe.Engine(copy.deepcopy(model), None, nn.MSELoss(), stages=2, example=((batches()[0][0],), {}))
     nodes = sum(captured.plan.split)
     captured.close()
-    if at >= nodes:
-        pytest.skip(f"the graph has {nodes} nodes")
+    assert nodes == 17
     reference, own_model = copy.deepcopy(model), model
     x, y = batches()[0]
     with pipe.Engine(own_model, sgd(own_model), nn.MSELoss(), stages=2, micro_batches=2, strategy="pipeline") as engine:

@@ -42,6 +42,17 @@ def test_equal_steps_are_reported(precision: str, caplog: pytest.LogCaptureFixtu
         assert said(caplog) == ["verify: 3 steps: loss, gradients and weights are equal to one process, bit for bit"]
 
 
+def test_a_captured_model_is_compared_with_itself_uncut(caplog: pytest.LogCaptureFixture) -> None:
+    from torchvision.models import mobilenet_v3_small
+
+    torch.manual_seed(0)
+    model = mobilenet_v3_small(num_classes=3)
+    with pipe.Engine(model, sgd(model), nn.CrossEntropyLoss(), stages=3, micro_batches=2) as engine:
+        for _ in range(3):
+            engine.train_step(torch.randn(4, 3, 32, 32), target=torch.tensor([0, 1, 2, 0]))
+    assert said(caplog) == ["verify: 3 steps: loss, gradients and weights are equal to one process, bit for bit"]
+
+
 def test_every_way_of_training_is_followed(caplog: pytest.LogCaptureFixture) -> None:
     model = noisy()
     with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, split=[3, 2], micro_batches=2) as engine:
