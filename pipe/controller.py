@@ -254,7 +254,7 @@ class Controller:
             args, kwargs = (), bind(self._model.whole, args, kwargs)
         if self._pending is None:
             self.ready((args, kwargs))
-        if self._model.captured is not None:
+        if self.assembly.captures and self._model.captured is not None:
             self._model.captured.check(kwargs)
         batch = self._cut(args, kwargs, target)
         if asked.trains and batch.needs_grad:
