@@ -36,6 +36,17 @@ def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
     return {name: value for name, value in found.items() if value is not None or name not in signature.parameters}
 
 
+def why_not(model: nn.Module, stages: int) -> str:
+    """Why the module cannot be cut into stages, as far as that shows without a batch, given only what its forward must have; else empty."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    try:
+        nodes = sum(node.op not in ("placeholder", "output", "get_attr") for node in capture(model, needed, {}).nodes) if needed else stages
+    except PlanError as error:
+        return str(error)
+    return "" if nodes >= stages else f"its forward is a graph of {nodes} node{'s' * (nodes != 1)}, fewer than the stages"
+
+
 class Captured:
     """The graph of a module, and the kind of call that it is good for: tensors may differ, all else is a part of it."""
 

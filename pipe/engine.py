@@ -18,6 +18,7 @@ from pipe import session
 from pipe.announce import be_heard
 from pipe.arguments import check, check_batch_dim, check_later, check_loss_fn
 from pipe.assembly import Assembly, Example
+from pipe.captured import why_not
 from pipe.controller import Controller
 from pipe.errors import OptimizerError, PlanError, StageError
 from pipe.fit import EpochResult
@@ -132,6 +133,9 @@ class Engine:
         wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
         plan = decide(wish, layers=layers, world=options.world, launched=job is not None)
+        captures = layers is None and plan.strategy in ("pipeline", "hybrid", "naive") and plan.stages > 1
+        if captures and loss_fn is not None and (why := why_not(self._model.whole, plan.stages)):
+            plan = uncut(wish, plan, why, options.world)
         settings = Settings(
             batch_dim=batch_dim,
             mean=loss_reduction == "mean",

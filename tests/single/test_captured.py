@@ -267,13 +267,28 @@ def test_a_module_that_cannot_be_traced_is_kept_whole() -> None:
 
 
 def test_a_model_that_cannot_be_traced_says_why() -> None:
-    x, y = batches()[0]
+    x, _ = batches()[0]
     model = Branches(at_root=True).double()
     for strategy in (None, "pipeline"):
-        engine = pipe.Engine(model, None, nn.MSELoss(), stages=2, strategy=strategy)
         with pytest.raises(PlanError, match=r"cannot be cut into 2 stages: Branches cannot be traced \("):
-            engine.forward_backward(x, target=y)
-        engine.close()
+            pipe.Engine(model, None, nn.MSELoss(), stages=2, strategy=strategy)
+    with (  # without a loss function, it shows with the first batch
+        pipe.Engine(model, None, stages=2) as engine,
+        pytest.raises(PlanError, match=r"cannot be cut into 2 stages: Branches cannot be traced \("),
+    ):
+        engine.forward_backward(x)
+    with pytest.raises(PlanError, match="a graph of 1 node, fewer than the stages"):
+        pipe.Engine(OneNode(), None, nn.MSELoss(), stages=2)
+
+
+class OneNode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
 
 
 class Frozen(nn.Module):
@@ -323,8 +338,8 @@ def test_hooks_of_a_module_run_and_those_of_the_whole_are_refused() -> None:
         engine.trace
         assert len(calls) == 4
     model.register_forward_hook(lambda *_: None)
-    with pipe.Engine(model, None, nn.MSELoss(), stages=2) as engine, pytest.raises(PlanError, match="has hooks on the whole model"):
-        engine.forward_backward(x, target=y)
+    with pytest.raises(PlanError, match="has hooks on the whole model"):
+        pipe.Engine(model, None, nn.MSELoss(), stages=2)
 
 
 def test_the_users_model_is_as_it_was() -> None:

@@ -181,13 +181,15 @@ def same(got: Tensor, want: Tensor, case: Case) -> bool:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, ties: bool = False) -> Case:
-    """Any case; with ties, at least one pair of layers shares its weight, in float64."""
+def cases(draw: st.DrawFn, *, ties: bool = False, stages: int | None = None) -> Case:
+    """Any case, of so many stages if they are given; with ties, a pair of layers shares its weight, in float64."""
     kinds = st.builds(Layer, st.sampled_from(KINDS), st.sampled_from([False, False, False, True]))
     layers = list(draw(st.lists(kinds, max_size=8)))
     if ties:
         layers += [Layer("linear"), Layer("tanh"), Layer("linear")]
-    stages = draw(st.integers(1, min(4, len(layers) + 2)))
+    if stages is None:
+        stages = draw(st.integers(1, min(4, len(layers) + 2)))
+    layers += [Layer("tanh")] * (stages - len(layers) - 2)
     cuts = sorted(draw(st.sets(st.integers(1, len(layers) + 1), min_size=stages - 1, max_size=stages - 1)))
     split = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, len(layers) + 2]))
     linears = [i for i, layer in enumerate(layers) if layer.kind in ("linear", "branch", "sometimes")]
