@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import capture
+from pipe.partition.capture import State, capture
 from pipe.partition.graph import GraphLayers
 
 
@@ -60,8 +61,10 @@ class Captured:
         self._given = {name: value for name, value in given.items() if name not in self._fixed}.keys()
         tensors = {name: given[name] for name in self._given}
         graph = capture(model, self._given, self._fixed)
-        _compare(model, graph, tensors, self._fixed)
-        self.layers = GraphLayers(model, graph, tensors)
+        with _untouched(model):
+            _compare(model, graph, tensors, self._fixed)
+        with _untouched(model):
+            self.layers = GraphLayers(model, graph, tensors)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuses a call of another kind.
@@ -83,29 +86,36 @@ class Captured:
         return "tensors" if _holds_tensors(values[name]) else repr(values[name])
 
 
-@torch.no_grad()
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modes, attributes and buffers of the model are as before."""
+    modes = {module: module.training for module in model.modules()}
+    state, buffers = State(model), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        state.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
 def _compare(model: nn.Module, graph: fx.Graph, tensors: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Runs the model and the graph on the example, in eval mode; the model's modes and buffers stay as they were.
+    """Runs the model and the graph on the example, in eval mode.
 
     Raises:
         PlanError: they give different values.
     """
     if any(t.is_meta for t in model.parameters()):
         return
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), dict(tensors))
     model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            want = pytree.tree_leaves(model(**copy.deepcopy(given), **fixed))
-            got = pytree.tree_leaves(fx.GraphModule(model, graph)(**given))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    want = pytree.tree_leaves(model(**copy.deepcopy(given), **fixed))
+    got = pytree.tree_leaves(fx.GraphModule(model, graph)(**given))
     if len(want) != len(got) or not all(_equal(one, other) for one, other in zip(want, got)):
         raise PlanError(f"the captured graph of {type(model).__name__} gives other values than the module on the example")
 

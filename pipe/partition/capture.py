@@ -8,10 +8,12 @@ Traced by torch.fx in both modes. A module is kept whole, as one node, if it can
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +26,8 @@ from pipe.follower import Follower
 _ROUNDS = 50  # each keeps at least one more module whole
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DRAWS = ("dropout", "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rrelu", "poisson", "gumbel_softmax")
+_MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor", "as_tensor", "rand", "randn", "randint", "randperm")
+_CONSTANT = "_tensor_constant"  # what fx calls a tensor that is neither a parameter nor a buffer
 _Key = dict[str, list[tuple[Any, ...]]]
 
 
@@ -44,6 +48,7 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
     constants = {**_defaults(model, {*given, *fixed}), **fixed}
     whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in _HOOKS)}
     for _ in range(_ROUNDS):
+        state = State(model)
         try:
             graphs = [_trace(model, mode, whole, constants) for mode in (True, False)]
         except Exception as error:  # whatever a forward raises when it meets a proxy
@@ -52,20 +57,32 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
                 raise PlanError(f"{name or type(model).__name__} cannot be traced ({_line(error)})") from error
             whole.add(name)
             continue
+        finally:
+            changed = state.restore()
+        if changed:
+            if "" in changed or changed <= whole:
+                raise PlanError(f"{type(model).__name__}.forward assigns to attributes of its module, which a graph does not do")
+            whole |= changed
+            continue
         ways = [_by_module(graph) for graph in graphs]
         differ = {name for name in ways[0].keys() | ways[1].keys() if ways[0].get(name) != ways[1].get(name)}
-        differ |= {name for name, nodes in ways[0].items() if any(_draws(node) for node in nodes)}
+        differ |= {name for name, nodes in ways[0].items() if any(op == "get_attr" and of.startswith(_CONSTANT) for op, of, *_ in nodes)}
+        differ |= {name for name, nodes in ways[0].items() if any(_draws(*node[:2]) for node in nodes)}
         if not differ:
             return _without_constants(graphs[0], given)
         if "" in differ:
-            raise PlanError(f"{type(model).__name__}.forward itself does another thing in eval than in train, or draws random numbers")
+            raise PlanError(
+                f"{type(model).__name__}.forward itself does another thing in eval than in train, draws random numbers, or has a "
+                "tensor that is no buffer"
+            )
         whole |= differ
     raise PlanError(f"{type(model).__name__} changes with every trace")
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, whole: set[str]) -> None:
+    def __init__(self, model: nn.Module, whole: set[str]) -> None:
         super().__init__(param_shapes_constant=True)
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self._whole = whole
         self._began = _context()
 
@@ -75,6 +92,15 @@ class _Tracer(fx.Tracer):
             raise PlanError("its forward switches autocast or gradients on or off")
         return super().create_node(*args, **kwargs)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """An attribute of a module; a buffer is a node as parameters are, so that a write to it is one, too."""
+        name = self._buffers.get(id(attr_val))
+        if name is None:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._whole or super().is_leaf_module(m, module_qualified_name)
 
@@ -82,7 +108,32 @@ class _Tracer(fx.Tracer):
 def _trace(model: nn.Module, train: bool, whole: set[str], constants: Mapping[str, Any]) -> fx.Graph:
     with _mode(model, train), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Was not able to add assertion")  # that a constant is one: we look ourselves
-        return _Tracer(whole).trace(model, dict(constants) or None)
+        tracer = _Tracer(model, whole)
+        with _made_as_nodes(tracer):
+            return tracer.trace(model, dict(constants) or None)
+
+
+@contextmanager
+def _made_as_nodes(tracer: fx.Tracer) -> Iterator[None]:
+    """Meanwhile, what makes a tensor out of numbers is a node in this thread: its size may come from the batch."""
+    own, originals = threading.get_ident(), {name: getattr(torch, name) for name in _MAKERS}
+
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != own:
+                return original(*args, **kwargs)
+            return tracer.create_proxy("call_function", original, args, kwargs)
+
+        return make
+
+    for name, original in originals.items():
+        setattr(torch, name, recorded(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
 
 
 @contextmanager
@@ -94,6 +145,31 @@ def _mode(model: nn.Module, train: bool) -> Iterator[None]:
     finally:
         for module, mode in before.items():
             module.training = mode
+
+
+class State:
+    """The attributes of all modules: a forward may assign to them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [(name, module, self._look(module)) for name, module in model.named_modules()]
+
+    def restore(self) -> set[str]:
+        """Puts back what was assigned since; gives the names of the modules where that was."""
+        changed = set()
+        for name, module, kept in self._kept:
+            for key in [key for key in vars(module) if key.startswith(_CONSTANT) and key not in kept[0]]:
+                del vars(module)[key]  # fx puts it there
+            now = self._look(module)
+            if any(set(own) != set(was) or any(own[key] is not was[key] for key in was) for own, was in zip(now, kept)):
+                changed.add(name)
+                for own, was in zip((vars(module), module._parameters, module._buffers, module._modules), kept):
+                    own.clear()
+                    own.update(was)
+        return changed
+
+    @staticmethod
+    def _look(module: nn.Module) -> tuple[dict[str, Any], ...]:
+        return dict(vars(module)), dict(module._parameters), dict(module._buffers), dict(module._modules)
 
 
 def _context() -> tuple[Any, ...]:
@@ -128,7 +204,7 @@ def _by_module(graph: fx.Graph) -> _Key:
         path = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
         if node.op == "call_module":
             path = path[:-1]
-        found[path[-1] if path else ""].append((node.op, str(node.target), _shown(node.args), _shown(node.kwargs)))
+        found[path[-1] if path else ""].append((node.op, _named(node), _shown(node.args), _shown(node.kwargs)))
     return dict(found)
 
 
@@ -138,12 +214,16 @@ def _shown(value: Any) -> str:
 
 def draws(graph: fx.Graph) -> bool:
     """Whether a node that is no module draws random numbers."""
-    return any(_draws((node.op, str(node.target))) for node in graph.nodes)
+    return any(_draws(node.op, _named(node)) for node in graph.nodes)
 
 
-def _draws(node: tuple[Any, ...]) -> bool:
-    name = str(node[1]).rpartition(".")[2].split(" at ")[0].split()[-1].rstrip("_>'")
-    return node[0] in ("call_function", "call_method") and any(name == word or name.startswith(f"{word}_") for word in _DRAWS)
+def _named(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _draws(op: str, name: str) -> bool:
+    name = name.rstrip("_")
+    return op in ("call_function", "call_method") and any(name == word or name.startswith(f"{word}_") for word in _DRAWS)
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -388,3 +389,89 @@ def test_a_model_of_torchvision_is_cut_unmodified() -> None:
     assert list(found[0][1]) == list(found[1][1])
     assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())
     assert torch.equal(found[0][2], found[1][2])
+
+
+class Sized(nn.Module):
+    """Makes tensors whose size comes from the batch, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = self.first(x) + torch.zeros(rows, 8, dtype=x.dtype)
+        x = x * torch.arange(8, dtype=x.dtype) + torch.tensor(0.5) * torch.ones(rows, 1)
+        out: Tensor = self.head(torch.tanh(x))
+        return out
+
+
+def test_tensors_of_the_batchs_size() -> None:
+    train_beside(made(Sized), [*batches(8, 2), *batches(5, 1)], stages=3).close()
+
+
+class Counts(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head, self.how = nn.Linear(6, 8), nn.Linear(8, 3), how
+        self.register_buffer("calls", torch.zeros(1))
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "add_":
+            self.calls.add_(1)  # type: ignore[operator, union-attr]
+        elif self.how == "+=":
+            self.calls += 1
+        elif self.how == "=":
+            self.calls = self.calls + 1
+        elif self.how == "number":
+            self.number += 1
+        out: Tensor = self.head(torch.tanh(self.first(x)))
+        return out
+
+
+def test_a_buffer_that_is_written_in_place_is_counted_on_its_stage() -> None:
+    model = made(lambda: Counts("add_"))
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, micro_batches=4, strategy="pipeline") as engine:
+        for x, y in batches():
+            engine.train_step(x, target=y)
+        assert engine.state_dict()["calls"] == 12
+
+
+@pytest.mark.parametrize("how", ["+=", "=", "number"])
+def test_a_forward_that_assigns_to_its_module_is_kept_whole(how: str) -> None:
+    """At the root that leaves nothing to cut; the user's model is as it was."""
+    model: Any = made(lambda: Counts(how))
+    with pytest.raises(PlanError, match=r"Counts\.forward assigns to attributes of its module"):
+        pipe.Engine(model, None, nn.MSELoss(), stages=2)
+    assert (model.calls, model.number) == (torch.zeros(1), 0)
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Counts(how), nn.Tanh()), nn.Linear(3, 3)).double()
+    inside.register_parameter("own", nn.Parameter(torch.ones(1)))  # so that it is captured
+    with pipe.Engine(inside, sgd(inside), nn.MSELoss(), stages=2, micro_batches=2, strategy="pipeline") as engine:
+        x, y = batches()[0]
+        engine.train_step(x, target=y)
+        assert engine.state_dict()["1.0.calls"] == (0 if how == "number" else 2)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.first(x) + torch.randn_like(x[:, :1]))
+        return out
+
+
+def test_random_numbers_at_the_root_are_refused() -> None:
+    with pytest.raises(PlanError, match="draws random numbers"):
+        pipe.Engine(Noise(), None, nn.MSELoss(), stages=2)
+
+
+def test_capturing_leaves_torch_as_it_was() -> None:
+    before = {name: getattr(torch, name) for name in ("zeros", "arange", "tensor", "randn")}
+    for kind in (Sized, Noise):
+        with contextlib.suppress(PlanError):
+            pipe.Engine(kind(), None, nn.MSELoss(), stages=2).close()
+    assert before == {name: getattr(torch, name) for name in before}
