@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from pipe.errors import ScheduleError
 
@@ -61,11 +62,29 @@ class Action:
         return cls(Op(found[1]), int(found[2]), int(found[3]))
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The result of an action on its way to another stage: what a message is known by."""
+
+    made_by: Action
+    stage: int
+
+    def __str__(self) -> str:
+        return str(self.made_by)
+
+
+Route = tuple[int, ...]  # the stage that makes a value, then those that take it, ascending
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """What each worker does, in order: `orders[w]` is the work of worker w. Equal where the orders are equal."""
+    """What each worker does, in order: `orders[w]` is the work of worker w. Equal where the orders are equal.
+
+    `routes` are those of values that skip stages; a value goes to the next stage in any case.
+    """
 
     orders: tuple[tuple[Action, ...], ...]
+    routes: tuple[Route, ...] = ()
 
     @cached_property
     def home(self) -> Mapping[Action, int]:
@@ -94,19 +113,35 @@ class Schedule:
     def needs(self, action: Action) -> tuple[Action, ...]:
         """THE rule: the actions whose results this one needs.
 
-        A forward needs the forward of the stage before. A backward (B or I) needs its own forward and, unless it is the last
-        stage, the backward (B or I) of the stage after. W needs I.
+        A forward needs the forward of the stage before, and of those that make what skips to it. A backward (B or I) needs its own
+        forward and, unless it is the last stage, the backward (B or I) of the stage after, and of the next on the routes through it:
+        a gradient comes back as a running sum from the last stage that takes a value. W needs I.
         """
         m, s = action.micro_batch, action.stage
         if action.op is Op.F:
-            return (Action(Op.F, m, s - 1),) if s else ()
+            return tuple(Action(Op.F, m, r) for r in sorted(self._before[s]))
         if action.op is Op.W:
             return (Action(Op.I, m, s),)
-        own = Action(Op.F, m, s)
-        if s == self.stages - 1:
-            return (own,)
-        split = Action(Op.I, m, s + 1)
-        return own, split if split in self.home else Action(Op.B, m, s + 1)
+        split = (Action(Op.I, m, r) for r in sorted(self._after[s]))
+        return Action(Op.F, m, s), *(each if each in self.home else Action(Op.B, m, each.stage) for each in split)
+
+    @cached_property
+    def _before(self) -> Mapping[int, set[int]]:
+        """The stages whose forward a stage's forward needs."""
+        found = {s: {s - 1} if s else set() for s in range(self.stages)}
+        for made, *taken in self.routes:
+            for s in taken:
+                found[s].add(made)
+        return found
+
+    @cached_property
+    def _after(self) -> Mapping[int, set[int]]:
+        """The stages whose backward a stage's backward needs."""
+        found = {s: {s + 1} if s < self.stages - 1 else set() for s in range(self.stages)}
+        for route in self.routes:
+            for s, following in pairwise(route):
+                found[s].add(following)
+        return found
 
     @cached_property
     def _takers(self) -> Mapping[Action, tuple[Action, ...]]:
@@ -137,7 +172,7 @@ class Schedule:
 
     def forwards(self) -> Schedule:
         """The same without backwards: what `predict` and `eval_step` run."""
-        return Schedule(tuple(tuple(a for a in order if a.op is Op.F) for order in self.orders))
+        return replace(self, orders=tuple(tuple(a for a in order if a.op is Op.F) for order in self.orders))
 
     def check(self) -> Schedule:
         """The schedule itself, if it can run to its end.
@@ -147,6 +182,7 @@ class Schedule:
                 names the culprits.
         """
         self._check_actions()
+        self._check_routes()
         self._check_complete()
         self._check_order()
         return self
@@ -165,6 +201,14 @@ class Schedule:
         for stage, workers in sorted(homes.items()):
             if len(workers) > 1:
                 raise ScheduleError(f"stage {stage} works on workers {sorted(workers)}; a stage lives on one worker: keep it on one")
+
+    def _check_routes(self) -> None:
+        for route in self.routes:
+            if len(route) < 2 or route[0] < 0 or route[-1] >= self.stages or any(s >= following for s, following in pairwise(route)):
+                raise ScheduleError(
+                    f"a value has the route {route} and there are {self.stages} stages; it is the stage that makes the value and then "
+                    "those that take it, ascending: correct it"
+                )
 
     def _check_complete(self) -> None:
         if not self.home:

@@ -35,11 +35,22 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+SHARED = (
+    "shares memory with another input where both come from, so in one process both would change: return a .clone() there, or keep both in "
+    "one stage with split="
+)
+TAKEN = "a later stage takes, too, as it was: write into a .clone() of it, or keep both in one stage with split="
+
+
 class Writes:
     """Watches tensors for writes."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._seen = [(t, t._version) for t in tensors]
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int, str]] = []
+
+    def watch(self, tensors: Iterable[Tensor], why: str) -> None:
+        """From now on; `why` says what would be lost with a write."""
+        self._seen += [(t, t._version, why) for t in tensors]
 
     def check(self) -> None:
         """Looks again.
@@ -47,9 +58,6 @@ class Writes:
         Raises:
             PlanError: one was written to.
         """
-        for t, version in self._seen:
+        for t, version, why in self._seen:
             if t._version != version:
-                raise PlanError(
-                    f"this stage writes in place into its input of shape {tuple(t.shape)}, which shares memory with another input where "
-                    "both come from, so in one process both would change: return a .clone() there, or keep both in one stage with split="
-                )
+                raise PlanError(f"this stage writes in place into its input of shape {tuple(t.shape)}, which {why}")

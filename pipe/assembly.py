@@ -28,6 +28,7 @@ from pipe.model import Model
 from pipe.optimizer import Shell
 from pipe.options import Options
 from pipe.partition.balance import balance
+from pipe.partition.graph import GraphLayers
 from pipe.partition.measure import measure
 from pipe.partition.sequence import Chain
 from pipe.partition.ties import Tie
@@ -105,6 +106,8 @@ class Assembly:
             self._capture(example, first)
         if self._to_measure:
             self._measure(example, first)
+        if self._graph is not None:
+            self.plan = replace(self.plan, routes=self._graph.routes(self.plan.split))
         if self.plan.strategy == "ddp":
             self._check_fits(shell)
         self._start_crew()
@@ -121,6 +124,11 @@ class Assembly:
     def captures(self) -> bool:
         """Whether the model has to be captured, to be cut: its arguments then go by name."""
         return self._is_cut and self._model.layers is None
+
+    @property
+    def _graph(self) -> GraphLayers | None:
+        """The nodes of a captured model that is cut."""
+        return self._model.captured.layers if self._model.captured is not None and self._is_cut else None
 
     def _build_stages(self, shell: Shell | None) -> dict[int, Built]:
         answers: dict[int, Built] = {}
@@ -149,6 +157,7 @@ class Assembly:
         blueprint = self._blueprint(s, state)
         pickled: Blueprint | None = None
         ties = self.ties, self._model.ties(self.plan.split, buffers=True)
+        shared = self._graph.shared(self.plan.split) if self._graph is not None else frozenset[str]()
         orders = {}
         for w in range(s, self.plan.workers, self.plan.stages):
             remote = w > 0 and self._options.world is not None
@@ -158,7 +167,7 @@ class Assembly:
             last = s == self.plan.stages - 1
             loss_fn = None if not last else dump_module(self._loss_fn) if remote else self._loss_fn
             own = pickled if remote and pickled is not None else blueprint.copied()
-            orders[w] = Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w), *ties)
+            orders[w] = Build(self.plan, {s: own}, shell, self._model.names, loss_fn, self._seat(w), *ties, shared)
         return self.crew.tell("build", orders)
 
     def _answers(self, ticket: int) -> Mapping[int, Any]:
@@ -318,8 +327,8 @@ class Assembly:
             self._takes[s] = _takes_of(self._model, s, self.plan.split)
             return Blueprint(layers, names, s == 0, state)
         part = self._model.parts(self.plan.split)[s]
-        if self._model.captured is not None and self._is_cut:
-            self._takes[s] = self._model.captured.layers.keywords(part)
+        if self._graph is not None:
+            self._takes[s] = self._graph.keywords(part)
         return Blueprint((part,), (), True, state)
 
     def _contents(self, s: int) -> str:
@@ -328,8 +337,8 @@ class Assembly:
         if self._model.layers is not None:
             names, _ = self._model.stage(s, self.plan.split)
             held = f"layers {names[0]} to {names[-1]} ({len(names)})" if len(names) > 1 else f"layer {names[0]}"
-        elif self._model.captured is not None and self._is_cut:
-            held = self._model.captured.layers.contents(s, self.plan.split)
+        elif self._graph is not None:
+            held = self._graph.contents(s, self.plan.split)
         else:
             held = type(self._model.whole).__name__
         return f"{held}, {count:,} parameters"

@@ -82,6 +82,7 @@ class Build:
     seat: Seat
     ties: tuple[Tie, ...] = ()  # parameters on several stages
     shared_buffers: tuple[Tie, ...] = ()
+    shared_modules: frozenset[str] = frozenset()  # those that several stages call
 
 
 @dataclass(frozen=True)

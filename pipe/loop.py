@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from pipe.action import Action, Op, Schedule
+from pipe.action import Action, Handover, Op, Schedule
 from pipe.clock import Clock
 from pipe.trace import Event
 from pipe.transport.protocol import Transport
 
 
 class Works(Protocol):
-    """What the loop asks of a stage; results and arguments are what the transport moves, None where nothing is."""
+    """What the loop asks of a stage; results and arguments are what the transport moves, by the other stage."""
 
-    def forward(self, micro_batch: int, arg: Any) -> Any:
-        """The output of this stage's forward, from the output of the stage before."""
+    def forward(self, micro_batch: int, arg: Mapping[int, Any]) -> Mapping[int, Any]:
+        """What each later stage takes of this stage's output, from what earlier stages gave."""
 
-    def backward(self, micro_batch: int, arg: Any) -> Any:
-        """The gradient of this stage's input, from the gradient of its output."""
+    def backward(self, micro_batch: int, arg: Mapping[int, Any]) -> Mapping[int, Any]:
+        """The gradients of what other stages gave, from those of what this one gave."""
 
 
 DO: Mapping[Op, str] = {Op.F: "forward", Op.B: "backward", Op.I: "backward_input", Op.W: "backward_weights"}
@@ -45,21 +45,23 @@ def run_order(
         Aborted: another worker failed first.
         TransportError: a message did not come, or a send of this step failed.
     """
-    made: dict[Action, Any] = {}  # results for a stage on this same worker
+    made: dict[Handover, Any] = {}  # results for a stage on this same worker
     marks = []
     for action in schedule.orders[worker]:
-        arg = None
+        arg = {}
         for need in schedule.needs(action):
             if need.stage != action.stage:  # a stage keeps what its own forward saved
-                arg = made.pop(need) if schedule.home[need] == worker else transport.recv(need)
+                handover = Handover(need, action.stage)
+                arg[need.stage] = made.pop(handover) if schedule.home[need] == worker else transport.recv(handover)
         start = clock.mark()
         with placed(action):
             result = getattr(stages[action.stage], DO[action.op])(action.micro_batch, arg)
         marks.append((action, start, clock.mark()))
         for taker in schedule.feeds(action):
+            handover, given = Handover(action, taker.stage), result[taker.stage]
             if schedule.home[taker] == worker:
-                made[action] = copy.deepcopy(result)  # as a transport gives it: what the taker writes in place, the maker does not see
+                made[handover] = copy.deepcopy(given)  # as a transport gives it: what the taker writes in place, the maker does not see
             else:
-                transport.send(schedule.home[taker], action, result)
+                transport.send(schedule.home[taker], handover, given)
     transport.finish()
     return [Event(action, worker, clock.seconds(start), clock.seconds(end)) for action, start, end in marks]

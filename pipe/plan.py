@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from pipe.action import Action, Schedule
+from pipe.action import Action, Route, Schedule
 from pipe.errors import PlanError
 from pipe.schedules import schedule as make_schedule
 
@@ -59,6 +59,7 @@ class Plan:
     reason: str = ""
     places: tuple[str, ...] = ()
     orders: str | None = None  # of a schedule that the user gave
+    routes: tuple[Route, ...] = ()  # of each value that crosses between stages; none: one, from each stage to the next
 
     @property
     def workers(self) -> int:
@@ -75,7 +76,13 @@ class Plan:
         Raises:
             PlanError: the user's own schedule is for another number of micro-batches.
         """
-        return _order(self.schedule, self.orders, self.stages, self.counts(pieces))
+        skips = tuple(sorted({route for route in self.routes if route != (route[0], route[0] + 1)}))
+        return _order(self.schedule, self.orders, self.stages, self.counts(pieces), skips)
+
+    @property
+    def values(self) -> tuple[Route, ...]:
+        """The routes of all values that cross between stages."""
+        return self.routes or tuple((s, s + 1) for s in range(self.stages - 1))
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
@@ -85,7 +92,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Reads `to_json` back."""
         found: dict[str, Any] = json.loads(text)
-        return cls(**{**found, "split": tuple(found["split"]), "places": tuple(found["places"])})
+        routes = tuple(map(tuple, found["routes"]))
+        return cls(**{**found, "split": tuple(found["split"]), "places": tuple(found["places"]), "routes": routes})
 
     def __str__(self) -> str:
         shape = f"{self.stages} stage{'s' * (self.stages > 1)}" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
@@ -94,7 +102,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...]) -> Schedule:
+def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...], skips: tuple[Route, ...]) -> Schedule:
     """Replicas are more workers: replica r's micro-batches are numbered on from the replica before, so one rule serves them all."""
     if orders is not None:
         own = Schedule.parse(orders)
@@ -110,7 +118,7 @@ def _order(name: str, orders: str | None, stages: int, counts: tuple[int, ...]) 
         base = make_schedule(name, stages, count) if orders is None else own
         placed += [tuple(Action(a.op, a.micro_batch + first, a.stage) for a in order) for order in base.orders]
         first += count
-    return Schedule(tuple(placed))
+    return Schedule(tuple(placed), skips)
 
 
 def decide(wish: Wish, *, layers: int | None, world: int | None = None, launched: bool = False) -> Plan:

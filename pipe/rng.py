@@ -21,7 +21,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -59,15 +59,16 @@ class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seed: the base of all streams.
         call: the number of the forward_backward call.
         micro_batch: its number over all replicas.
+        drawn: of modules that stages before this one call, too: how often they have drawn for this micro-batch.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, seed: int, call: int, micro_batch: int) -> None:
+    def __init__(self, seed: int, call: int, micro_batch: int, drawn: Mapping[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._key = f"{seed}|{call}|{micro_batch}"
         self._base = ""  # the path where no watched module is on the stack
-        self._drawn: dict[str, int] = {}
+        self._drawn: dict[str, int] = {path: count - 1 for path, count in (drawn or {}).items()}
         self._number = next(_numbers)
         self._saved: list[tuple[str, dict[str, int]]] = []
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -94,6 +95,11 @@ class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _drawing[func] = _how(func)
         how = _drawing[func]
         return func(*args, **kwargs) if how is None else how(self, func, args, kwargs)
+
+    def drawn(self, modules: Collection[str]) -> dict[str, int]:
+        """How often these modules, and those in them, have drawn."""
+        inside = tuple(f"{path}." for path in modules)
+        return {path: last + 1 for path, last in self._drawn.items() if path in modules or path.startswith(inside)} if modules else {}
 
     def next_generator(self, device: torch.device) -> torch.Generator:
         """The generator of the next draw; valid until the one after it."""

@@ -4,13 +4,17 @@ It knows nothing of neighbours, schedules or transports.
 
     message --unpack--> Boundary [1] --> module --> output --pack--> message        (forward)
     gradients <--inbox-- Boundary <----- module <-- roots <-------- gradients        (backward)
+
+A value goes from the stage that makes it straight to each that takes it. Its gradient comes back through these, from the last to the
+first: each begins its own sum with what has come, which is the order of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipe import rng, wire
-from pipe.aliases import Writes
+from pipe.action import Route
+from pipe.aliases import SHARED, TAKEN, Writes
 from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
 from pipe.boundary import Inbox, enter_boundary
+from pipe.bundle import Bundle
 from pipe.errors import PipeError, PlanError
 from pipe.loss import LossFn, loss_draws, loss_of, on_device
 from pipe.partition.sequence import Chain
@@ -58,20 +64,51 @@ class Run:
         return self.kind == "train"
 
 
+@dataclass(frozen=True)
+class _Value:
+    """What a forward took from another stage, or gave to others."""
+
+    source: int | None  # where its gradient goes; None: it was made here
+    taker: int | None  # where its gradient comes from; None: no stage after this one takes it
+    tensors: list[Tensor]
+    inboxes: list[Inbox | None] = field(default_factory=list)
+
+
 @dataclass
 class _Saved:
     """What one forward keeps for its backward."""
 
-    inboxes: list[Inbox | None]
-    roots: list[Tensor]
     streams: rng.Streams | None
+    values: list[_Value] = field(default_factory=list)  # in the order of the plan's routes
+    loss: Tensor | None = None  # on the last stage
 
 
 class Stage:
     """Forward and backward of consecutive layers."""
 
-    def __init__(self, index: int, module: nn.Module, device: str, *, last: bool, loss_fn: LossFn | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: str,
+        *,
+        last: bool,
+        loss_fn: LossFn | None = None,
+        routes: Sequence[Route] = (),
+        shared: Collection[str] = (),
+    ) -> None:
+        """Takes the module as it is, but for its device.
+
+        Args:
+            module: takes the values that routes bring, one after the other behind its other positional arguments, and gives those that
+                routes take from here: one as it is, several as a tuple.
+            routes: of all values that cross between stages.
+            shared: modules in it that other stages call, too.
+        """
         self.index = index
+        self._taken = [route for route in routes if index in route[1:]]
+        self._given = [route for route in routes if index == route[0]]
+        self._shared = shared
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.last = last
@@ -122,12 +159,14 @@ class Stage:
         """BatchNorm's sums of this pass."""
         return self._statistics
 
-    def forward(self, micro_batch: int, arg: Message | None) -> Message | None:
-        """The output as a message, or None from the last stage, which keeps its loss or its output.
+    def forward(self, micro_batch: int, arg: Mapping[int, Bundle]) -> Mapping[int, Bundle]:
+        """What each later stage takes of this one; nothing from the last stage, which keeps its loss or its output.
 
-        `arg` is the output of the stage before; None for the first stage, whose arguments are in its feed.
+        `arg`: what stages before gave, by stage; the model's own inputs are in this stage's feed.
         """
-        feed, saved = self._run.feeds.get(micro_batch, Feed()), _Saved([], [], self._streams(micro_batch))
+        feed, writes = self._run.feeds.get(micro_batch, Feed()), Writes()
+        drawn = arg[self.index - 1].drawn if self.index else {}
+        saved = _Saved(self._streams(micro_batch, drawn))
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._run.trains))
             stack.enter_context(self._run.ambient.forward(self.device.type))
@@ -135,24 +174,24 @@ class Stage:
                 stack.enter_context(saved.streams)
                 if isinstance(self.module, Chain):
                     self.module.at = saved.streams.at
-            args, writes = (_on(feed.args, self.device), None) if arg is None else self._enter(arg, saved)
-            output = self.module(*args, **_on(dict(feed.kwargs), self.device))
-            if writes is not None:
-                writes.check()
+            values = self._enter(arg, saved, writes)
+            output = self.module(*_on(feed.args, self.device), *values, **_on(dict(feed.kwargs), self.device))
+            writes.check()
             if self.last:
                 self._end(micro_batch, output, feed, saved)
-                return None
-        frame, tensors = wire.take_out(output)
         if self._run.trains:
-            saved.roots = tensors
             self._saved[micro_batch] = saved
-        return wire.pack_roots(frame, tensors)
+        if self.last:
+            return {}
+        if saved.streams is not None:
+            drawn = {**drawn, **saved.streams.drawn(self._shared)}
+        return self._give(output, saved, drawn)
 
-    def backward(self, micro_batch: int, arg: Message | None) -> Message | None:
-        """The gradients of this stage's input, in the order of the message that brought it; None from the first stage.
+    def backward(self, micro_batch: int, arg: Mapping[int, Message]) -> Mapping[int, Message]:
+        """The gradients of what was taken from other stages, by stage and in the order of the plan's routes.
 
-        Weights' gradients are added to `.grad`. A tensor that got no gradient gives None, as in plain autograd. Frees what
-        `forward` saved for this micro-batch.
+        `arg`: the gradients of what was given, and of what later stages took, too. Weights' gradients are added to `.grad`. A tensor that
+        got no gradient gives None, as in plain autograd. Frees what `forward` saved for this micro-batch.
 
         Raises:
             PipeError: no forward of this micro-batch is saved.
@@ -162,29 +201,56 @@ class Stage:
             raise PipeError(
                 f"no forward of micro-batch {micro_batch} is saved on stage {self.index}; each backward follows its own forward, once"
             )
-        gradients: list[Tensor | None] = [None] * len(saved.roots) if arg is None else wire.unpack_list(arg, self.device)
-        wanted = [(r, g) for r, g in zip(saved.roots, gradients) if r.requires_grad and (self.last or g is not None)]
+        wanted = self._wanted(saved, arg)
         if wanted:
             with ExitStack() as stack:
                 if saved.streams is not None:
                     stack.enter_context(saved.streams)
                 torch.autograd.backward([r for r, _ in wanted], [g for _, g in wanted])
-        if self.index == 0:
-            return None
-        return wire.pack_list([inbox.gradient if inbox is not None else None for inbox in saved.inboxes])
+        gradients: dict[int, list[Tensor | None]] = {self.index - 1: []} if self.index else {}
+        for value in saved.values:
+            if value.source is not None:
+                gradients.setdefault(value.source, []).extend(None if inbox is None else inbox.gradient for inbox in value.inboxes)
+        return {s: wire.pack_list(found) for s, found in gradients.items()}
 
-    def _enter(self, message: Message, saved: _Saved) -> tuple[tuple[Any], Writes | None]:
-        """The value as the module's argument, and what watches tensors that should have shared memory."""
-        entered: list[Tensor] = []
+    def _wanted(self, saved: _Saved, arg: Mapping[int, Message]) -> list[tuple[Tensor, Tensor | None]]:
+        """Where a backward begins, each with the gradient that has come."""
+        if saved.loss is not None:
+            return [(saved.loss, None)] if saved.loss.requires_grad else []
+        come = {s: iter(wire.unpack_list(message, self.device)) for s, message in arg.items()}
+        pairs = [(root, next(come[value.taker])) for value in saved.values if value.taker is not None for root in value.tensors]
+        return [(root, gradient) for root, gradient in pairs if root.requires_grad and gradient is not None]
 
-        def enter(tensor: Tensor, needs_grad: bool) -> Tensor:
-            inbox = Inbox() if needs_grad and self._run.trains else None
-            saved.inboxes.append(inbox)
-            entered.append(tensor if inbox is None else enter_boundary(tensor, inbox))  # [1] no leaf, so in-place first operations work
-            return entered[-1]
+    def _enter(self, arg: Mapping[int, Bundle], saved: _Saved, writes: Writes) -> list[Any]:
+        """The values as the module's arguments; tensors that must not be written to are watched."""
+        messages = {s: iter(bundle.messages) for s, bundle in arg.items()}
+        found = []
+        for route in self._taken:
+            message, at = next(messages[route[0]]), route.index(self.index)
+            value = _Value(route[at - 1], route[at + 1] if at + 1 < len(route) else None, [])
+            found.append(wire.unpack(message, self.device, partial(self._enter_tensor, value)))
+            saved.values.append(value)
+            writes.watch([value.tensors[i] for i in message.aliases], SHARED)
+            writes.watch(value.tensors if value.taker is not None else (), TAKEN)
+        return found
 
-        value = wire.unpack(message, self.device, enter)
-        return (value,), Writes(entered[i] for i in message.aliases) if message.aliases else None
+    def _enter_tensor(self, value: _Value, tensor: Tensor, needs_grad: bool) -> Tensor:
+        inbox = Inbox() if needs_grad and self._run.trains else None
+        value.inboxes.append(inbox)
+        value.tensors.append(tensor if inbox is None else enter_boundary(tensor, inbox))  # [1] no leaf, so in-place first operations work
+        return value.tensors[-1]
+
+    def _give(self, output: Any, saved: _Saved, drawn: Mapping[str, int]) -> Mapping[int, Bundle]:
+        """The bundles for later stages; what the values hold is saved as the roots of the backward."""
+        values = [output] if len(self._given) == 1 else list(output)
+        taken_out = [wire.take_out(value) for value in values]
+        messages = wire.pack_all(taken_out)
+        saved.values += [_Value(None, route[1], tensors) for route, (_, tensors) in zip(self._given, taken_out)]
+        bundles = {self.index + 1: Bundle((), drawn)}  # the next one gets one in any case
+        for s in {s for route in self._given for s in route[1:]}:
+            own = tuple(message for route, message in zip(self._given, messages) if s in route)
+            bundles[s] = replace(bundles.get(s, Bundle()), messages=own)
+        return bundles
 
     def _end(self, micro_batch: int, output: Any, feed: Feed, saved: _Saved) -> None:
         if self._run.kind == "predict":
@@ -199,8 +265,7 @@ class Stage:
         if self._run.trains and not loss.requires_grad:
             raise PlanError("the loss has no graph, so nothing would be trained; it needs one to a parameter: do not detach it")
         if self._run.trains:
-            saved.roots = [loss if self._run.scale == 1.0 else loss * self._run.scale]
-            self._saved[micro_batch] = saved
+            saved.loss = loss if self._run.scale == 1.0 else loss * self._run.scale
         self._losses[micro_batch] = loss.detach()
         if len(self._losses) == len(self._run.feeds):  # known now, while most of the backward is still to come
             self.on_losses({m: (float(value), self._counts.get(m)) for m, value in self._losses.items()})
@@ -214,10 +279,10 @@ class Stage:
             )
         return count
 
-    def _streams(self, micro_batch: int) -> rng.Streams | None:
+    def _streams(self, micro_batch: int, drawn: Mapping[str, int]) -> rng.Streams | None:
         if not (self._draws or self._loss_draws):
             return None
-        return rng.Streams(self._run.seed, self._run.call, micro_batch)
+        return rng.Streams(self._run.seed, self._run.call, micro_batch, drawn)
 
 
 def _kept(output: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Message:
 
 
 class Ready:
-    """Copies to the host that are under way."""
+    """Copies to the host that are under way: whatever has `synchronize()`."""
 
     def __init__(self, events: Sequence[Any]) -> None:
         self._events = events
@@ -148,6 +148,19 @@ def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
             f"use tensors and plain data, or keep that object inside one stage with split="
         ) from error
     return file.getvalue(), framer.tensors
+
+
+def pack_all(taken_out: Sequence[tuple[bytes | None, list[Tensor]]]) -> list[Message]:
+    """A message for each of several values, as `take_out` gave them."""
+    messages = [pack_roots(frame, tensors) for frame, tensors in taken_out]
+    if len(messages) < 2:
+        return messages
+    shared, begin = set(overlapping([t for _, tensors in taken_out for t in tensors])), 0
+    for i, message in enumerate(messages):
+        end = begin + len(message.tensors)
+        messages[i] = replace(message, aliases=tuple(n for n in range(end - begin) if begin + n in shared))
+        begin = end
+    return messages
 
 
 def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:

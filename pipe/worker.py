@@ -105,7 +105,10 @@ class Worker:
         loss_fn = load_module(order.loss_fn) if isinstance(order.loss_fn, bytes) else order.loss_fn
         for index, blueprint in order.blueprints.items():
             module, state = blueprint.build()
-            self._stages[index] = Stage(index, module, device, last=index == order.plan.stages - 1, loss_fn=loss_fn)
+            last = index == order.plan.stages - 1
+            self._stages[index] = Stage(
+                index, module, device, last=last, loss_fn=loss_fn, routes=order.plan.values, shared=order.shared_modules
+            )
         held = {n: p for stage in self._stages.values() for n, p in stage.module.named_parameters(remove_duplicate=False)}
         self._tied = TiedWeights(order.ties, held, self.index, order.plan.stages)
         self._buffers = SharedBuffers(order.shared_buffers, {s: stage.module for s, stage in self._stages.items()})

@@ -1,24 +1,29 @@
 """A captured model as a sequence of nodes, and the module of one stage: a part of the graph with the unsplit model's names.
 
-What a later stage needs crosses as one value, a tensor alone or a tuple; a value that a stage does not use itself passes through it:
+A value goes from the stage that makes it to those that use it, past the ones in between:
 
-    stage 0: forward(x)        -> (h, skip)
-    stage 1: forward((h, skip)) -> (h', skip)         its gradient comes back as a running sum, through the stages in between
-    stage 2: forward((h', skip), mask)                inputs of the model come from the controller, to each stage that uses them
+    stage 0: forward(x=...)            -> (h, skip)       routes (0, 1) and (0, 2)
+    stage 1: forward(h)                -> h'              route (1, 2)
+    stage 2: forward(skip, h', mask=...)                  inputs of the model come from the controller, to each stage that uses them
+
+A value that a node writes into in place is, from there on, one that the node's stage makes.
 """
 
 from __future__ import annotations
 
 import difflib
 import operator
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from pipe.action import Route
 from pipe.errors import PlanError
 
 _CANDIDATES = 16  # places to cut, at least, beside 4 a stage, if the graph has them
@@ -34,7 +39,8 @@ class GraphLayers:
         self._output = next(node for node in graph.nodes if node.op == "output")
         self._nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._at = {node: i for i, node in enumerate(self._nodes)}
-        self._tensors = _tensors(fx.GraphModule(model, graph), [given[str(node.target)] for node in self._inputs])
+        self._tensors, written = _propagated(fx.GraphModule(model, graph), [given[str(node.target)] for node in self._inputs])
+        self._written = {node: [self._at[writer] for writer in writers] for node, writers in written.items() if node in self._at}
         self._last = {node: max((self._end(user) for user in node.users), default=-1) for node in self._nodes}
         self.names = tuple(_path(node) for node in self._nodes)
 
@@ -76,14 +82,60 @@ class GraphLayers:
             )
         return tuple(end - begin for begin, end in zip([0, *at], [*at, len(self)]))
 
+    def routes(self, counts: Sequence[int]) -> tuple[Route, ...]:
+        """Of each value that crosses between stages, the stage that makes it and those that take it."""
+        return tuple(self._crossing(counts).values())
+
+    def shared(self, counts: Sequence[int]) -> frozenset[str]:
+        """The modules that several stages call."""
+        callers: dict[str, set[int]] = defaultdict(set)
+        for node, s in zip(self._nodes, _stages(counts)):
+            if node.op == "call_module":
+                callers[str(node.target)].add(s)
+        return frozenset(name for name, stages in callers.items() if len(stages) > 1)
+
+    def _crossing(self, counts: Sequence[int]) -> dict[tuple[int, fx.Node], Route]:
+        """The routes of values, in the order in which these are made; a value's key is where it was made or last written, and its node."""
+        stage = [*_stages(counts), len(counts) - 1]  # of each node, and of the output
+        takers: dict[tuple[int, fx.Node], set[int]] = defaultdict(set)
+
+        def take(node: fx.Node, user: int) -> None:
+            made = max([self._at[node], *(writer for writer in self._written.get(node, ()) if writer < user)])
+            if stage[made] != stage[user] and stage[user] not in takers[made, node]:
+                takers[made, node].add(stage[user])
+                if made != self._at[node]:  # who writes into it has it
+                    take(node, made)
+
+        for at, user in enumerate([*self._nodes, self._output]):
+            for node in user.all_input_nodes:
+                if node in self._at:
+                    take(node, at)
+        found = {key: (stage[key[0]], *sorted(stages)) for key, stages in takers.items() if stages}
+        return {key: found[key] for key in sorted(found, key=lambda key: (key[0], self._at[key[1]]))}
+
     def part(self, begin: int, end: int) -> fx.GraphModule:
-        """The module of nodes begin to end."""
+        """The module of nodes begin to end as a layer: takes and gives what crosses there as one value, a tensor alone or a tuple."""
         graph, env = fx.Graph(), {}
         alive = self.alive(begin)
         if begin:
-            value = graph.placeholder(self._value)
+            value = graph.placeholder(self._placeholder)
             for k, node in enumerate(alive):
                 env[node] = value if len(alive) == 1 else graph.call_function(operator.getitem, (value, k))
+        return self._module(graph, env, begin, end, self.alive(end))
+
+    def _stage(self, s: int, counts: Sequence[int]) -> fx.GraphModule:
+        """The module of a stage: takes and gives the values whose routes come by, in their order."""
+        graph, env = fx.Graph(), {}
+        crossing = self._crossing(counts).items()
+        for k, node in enumerate(node for (_, node), route in crossing if s in route[1:]):
+            env[node] = graph.placeholder(f"{self._placeholder}_{k}")
+        begin = sum(counts[:s])
+        return self._module(graph, env, begin, begin + counts[s], [node for (_, node), route in crossing if route[0] == s])
+
+    def _module(
+        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], begin: int, end: int, outputs: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """Nodes begin to end behind the values in `env`; gives the outputs, one as it is, several as a tuple, or the model's output."""
         last = end == len(self)
         used = [node for step in [*self._nodes[begin:end], *([self._output] if last else [])] for node in step.all_input_nodes]
         for node in self._inputs:
@@ -96,17 +148,13 @@ class GraphLayers:
         if last:
             graph.output(fx.node.map_arg(self._output.args[0], env.__getitem__))
         else:
-            out = [env[node] for node in self.alive(end)]
-            graph.output(out[0] if len(out) == 1 else tuple(out))
+            graph.output(env[outputs[0]] if len(outputs) == 1 else tuple(env[node] for node in outputs))
         graph.lint()
         return fx.GraphModule(self._root, graph)
 
     def parts(self, counts: Sequence[int]) -> list[nn.Module]:
         """The modules of all stages; what no node uses is held by the first, so that no weight is lost."""
-        begin, parts = 0, list[nn.Module]()
-        for count in counts:
-            parts.append(self.part(begin, begin + count))
-            begin += count
+        parts: list[nn.Module] = [self._stage(s, counts) for s in range(len(counts))]
         held = {name for part in parts for name, _ in _weights(part)}
         for name, tensor in _weights(self._root):
             if name not in held:
@@ -122,11 +170,40 @@ class GraphLayers:
     def keywords(self, part: nn.Module) -> frozenset[str]:
         """The model's inputs that a stage's module takes."""
         names = {str(node.target) for node in part.graph.nodes if node.op == "placeholder"} if isinstance(part, fx.GraphModule) else set()
-        return frozenset(names - {self._value})
+        return frozenset(names & {str(node.target) for node in self._inputs})
 
     @property
-    def _value(self) -> str:
-        return "value" if all(node.target != "value" for node in self._inputs) else "value_of_the_stage_before"
+    def _placeholder(self) -> str:
+        """The name of a value from another stage; no input of the model begins like it."""
+        name = "value"
+        while any(str(node.target).startswith(name) for node in self._inputs):
+            name += "_"
+        return name
+
+
+def _stages(counts: Sequence[int]) -> list[int]:
+    """The stage of each node."""
+    return [s for s, count in enumerate(counts) for _ in range(count)]
+
+
+class _Propagation(FakeTensorProp):
+    """Runs the graph without computing, and notes which nodes write into which values, themselves or by a view."""
+
+    def __init__(self, captured: fx.GraphModule) -> None:
+        super().__init__(captured, FakeTensorMode(allow_non_fake_inputs=True))
+        self.written: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = {node: _version(value) for node, value in self.env.items()}
+        result = super().run_node(n)
+        for node, version in before.items():
+            if _version(self.env[node]) != version:
+                self.written[node].append(n)
+        return result
+
+
+def _version(value: Any) -> int:
+    return sum(leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _path(node: fx.Node) -> str:
@@ -136,15 +213,16 @@ def _path(node: fx.Node) -> str:
     return next((entry[0] for entry in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
-def _tensors(captured: fx.GraphModule, given: Sequence[Any]) -> dict[fx.Node, int]:
-    """How many tensors each node's value holds; 1 where that is not known."""
+def _propagated(captured: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[fx.Node, int], Mapping[fx.Node, list[fx.Node]]]:
+    """How many tensors each node's value holds, 1 where that is not known; and which nodes write into it."""
+    run = _Propagation(captured)
     try:
         with torch.no_grad():
-            FakeTensorProp(captured).propagate(*given)
-    except Exception:  # an operator that needs values: where the fewest nodes cross is as good
-        return dict.fromkeys(captured.graph.nodes, 1)
+            run.propagate(*given)
+    except Exception:  # an operator that needs values: where the fewest nodes cross is as good, and a stage that writes will be told
+        return dict.fromkeys(captured.graph.nodes, 1), run.written
     held = {node: pytree.tree_leaves(node.meta.pop("val", None)) for node in captured.graph.nodes}
-    return {node: sum(isinstance(leaf, Tensor) for leaf in leaves) for node, leaves in held.items()}
+    return {node: sum(isinstance(leaf, Tensor) for leaf in leaves) for node, leaves in held.items()}, run.written
 
 
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Transport: moves the result of an action to a worker. It knows neither stages nor order.
 
-Keys are actions, or tuples of text and numbers for what is not the result of an action. A message is any value; what is received
+Keys are handovers, or tuples of text and numbers for what is not the result of an action. A message is any value; what is received
 is a copy of it. Every implementation passes `tests/suites/transport.py`.
 """
 

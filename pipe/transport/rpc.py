@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from pipe.action import Action, Schedule
+from pipe.action import Handover, Schedule
 from pipe.errors import PeerLost, TransportError, TransportTimeout
 from pipe.session import Session, alive, failure
 from pipe.transport.mailbox import Mailbox
@@ -112,7 +112,7 @@ class RpcTransport:
         for worker, key, arriving in self._sent:
             if arriving.done():
                 self._check(worker, key, arriving)
-        home = self._schedule.home.get(made_by) if isinstance(made_by, Action) else None
+        home = self._schedule.home.get(made_by.made_by) if isinstance(made_by, Handover) else None
         for worker in self._peers if home is None else (home,):
             if self._peers[worker] == self._session.rank:
                 continue

@@ -19,7 +19,7 @@ def valid_orders(draw: st.DrawFn, workers: int = 4, stages: int = 6, micro_batch
     orders: list[list[Action]] = [[] for _ in range(count)]
 
     def ready(a: Action) -> bool:
-        if a.op is Op.F:
+        if a.op is Op.F:  # what a route needs beyond the neighbour is done by then
             return a.stage == 0 or Action(Op.F, a.micro_batch, a.stage - 1) in done
         if a.op is Op.W:
             return Action(Op.I, a.micro_batch, a.stage) in done
@@ -31,4 +31,5 @@ def valid_orders(draw: st.DrawFn, workers: int = 4, stages: int = 6, micro_batch
         left.remove(action)
         done.add(action)
         orders[homes[action.stage]].append(action)
-    return Schedule(tuple(map(tuple, orders)))
+    routes = draw(st.lists(st.sets(st.integers(0, last), min_size=2), max_size=4)) if last else []
+    return Schedule(tuple(map(tuple, orders)), tuple(tuple(sorted(route)) for route in routes))

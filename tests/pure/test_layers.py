@@ -20,7 +20,7 @@ ROWS = (
     "errors action",
     "announce chart schedules trace simulator clock report placement partition partition.balance",
     "follower partition.spec partition.sequence partition.ties partition.capture partition.graph partition.measure",
-    "aliases ambient batch_norm boundary captured copying culprit loss memory merging micro_batch model opaque optimizer pickler"
+    "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer pickler"
     " rng side_stream silent strides wire",
     "signing members session transport",
     "arguments assembly blueprint clock_cuda crew desk failing front loop options passes plan replicas scaling settings stage tied"

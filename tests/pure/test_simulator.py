@@ -176,7 +176,7 @@ def test_every_valid_order_obeys_the_rule_in_time(schedule: Schedule, data: st.D
     trace = simulate(schedule, costs)
     ended = {e.action: e.end for e in trace.events}
     sent = costs.latency + costs.boundary_bytes
-    assert trace.schedule == schedule
+    assert trace.schedule.orders == schedule.orders
     for order in trace.by_worker:
         assert all(a.end <= b.start for a, b in pairwise(order))
     for e in trace.events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipe.action import Action, Op, Schedule
+from pipe.action import Action, Op, Route, Schedule
 from pipe.errors import Aborted, PipeError, TransportTimeout
 from pipe.loop import DO, run_order
 from pipe.schedules import schedule
@@ -37,37 +37,50 @@ class Ticks:
         return float(mark)
 
 
-class Numbers:
-    """Stage s: forward multiplies by s + 2; backward multiplies the gradient by it, and adds gradient x input to the weight's."""
+def values(plan: Schedule) -> list[Route]:
+    """The routes of all values: one from each stage to the next, and those that skip."""
+    return [*((s, s + 1) for s in range(plan.stages - 1)), *plan.routes]
 
-    def __init__(self, index: int, last: bool) -> None:
-        self.factor, self.first, self.last = index + 2, index == 0, last
+
+class Numbers:
+    """Stage s: forward multiplies the sum of what it takes by s + 2; backward multiplies the gradient by it, and adds gradient x input to
+    the weight's. What it gives is one value for each route from here."""
+
+    def __init__(self, index: int, plan: Schedule) -> None:
+        self.index, self.factor, self.last = index, index + 2, index == plan.stages - 1
+        self.routes = [route for route in values(plan) if index in route]
         self.weight_gradient = 0
         self.losses: dict[int, int] = {}
         self._saved: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
 
-    def forward(self, micro_batch: int, arg: int | None) -> int | None:
-        assert (arg is None) is self.first
-        x = micro_batch + 1 if arg is None else arg
+    def forward(self, micro_batch: int, arg: Mapping[int, list[int]]) -> Mapping[int, list[int]]:
+        x = sum(sum(given) for given in arg.values()) if self.index else micro_batch + 1
         self._saved[micro_batch] = x
         if self.last:
             self.losses[micro_batch] = x * self.factor
-            return None
-        return x * self.factor
+        takers = {s for route in self.routes if route[0] == self.index for s in route[1:]}
+        return {s: [x * self.factor for route in self.routes if route[0] == self.index and s in route] for s in takers}
 
-    def backward_input(self, micro_batch: int, arg: int | None) -> int | None:
-        assert (arg is None) is self.last
-        self._gradients[micro_batch] = 1 if arg is None else arg
-        return None if self.first else self._gradients[micro_batch] * self.factor
+    def backward_input(self, micro_batch: int, arg: Mapping[int, list[int]]) -> Mapping[int, list[int]]:
+        come = {s: iter(given) for s, given in arg.items()}
+        sums = [next(come[route[at + 1]]) if (at := route.index(self.index)) + 1 < len(route) else 0 for route in self.routes]
+        own = 1 if self.last else sum(part for route, part in zip(self.routes, sums) if route[0] == self.index)
+        self._gradients[micro_batch] = own
+        back: dict[int, list[int]] = {}
+        for route, part in zip(self.routes, sums):
+            if (at := route.index(self.index)) > 0:
+                back.setdefault(route[at - 1], []).append(part + own * self.factor)
+        return back
 
-    def backward_weights(self, micro_batch: int, arg: int | None) -> None:
-        assert arg is None
+    def backward_weights(self, micro_batch: int, arg: Mapping[int, list[int]]) -> Mapping[int, list[int]]:
+        assert not arg
         self.weight_gradient += self._gradients.pop(micro_batch) * self._saved.pop(micro_batch)
+        return {}
 
-    def backward(self, micro_batch: int, arg: int | None) -> int | None:
+    def backward(self, micro_batch: int, arg: Mapping[int, list[int]]) -> Mapping[int, list[int]]:
         gradient = self.backward_input(micro_batch, arg)
-        self.backward_weights(micro_batch, None)
+        self.backward_weights(micro_batch, {})
         return gradient
 
     @property
@@ -90,7 +103,7 @@ class Job:
         self.plan = plan
         self.mailboxes = [Mailbox() for _ in range(plan.workers)]
         self.transports = [LocalTransport(w, self.mailboxes, timeout) for w in range(plan.workers)]
-        self.stages = {s: Numbers(s, last=s == plan.stages - 1) for s in range(plan.stages)}
+        self.stages = {s: Numbers(s, plan) for s in range(plan.stages)}
         self.events: dict[int, list[Event]] = {}
         self.errors: dict[int, BaseException] = {}
         self.step = 0
@@ -122,19 +135,15 @@ class Job:
 
 
 def check_sums(job: Job) -> None:
-    stages, pieces = job.plan.stages, range(job.plan.micro_batches)
-    factors = [s + 2 for s in range(stages)]
-
-    def product(numbers: list[int]) -> int:
-        found = 1
-        for n in numbers:
-            found *= n
-        return found
-
-    assert job.stages[stages - 1].losses == {m: (m + 1) * product(factors) for m in pieces}
+    stages, pieces, routes = job.plan.stages, range(job.plan.micro_batches), values(job.plan)
+    factors, inputs, gradients = [s + 2 for s in range(stages)], [1] * stages, [1] * stages  # for an input of 1 and a loss's gradient of 1
+    for s in range(1, stages):
+        inputs[s] = sum(inputs[route[0]] * factors[route[0]] for route in routes if s in route[1:])
+    for s in reversed(range(stages - 1)):
+        gradients[s] = sum(gradients[r] * factors[r] for route in routes if route[0] == s for r in route[1:])
+    assert job.stages[stages - 1].losses == {m: (m + 1) * inputs[-1] * factors[-1] for m in pieces}
     for s in range(stages):
-        one = product(factors[:s]) * product(factors[s + 1 :])  # derivative of a loss by this factor, a unit of input
-        assert job.stages[s].weight_gradient == sum((m + 1) * one for m in pieces)
+        assert job.stages[s].weight_gradient == sum((m + 1) * inputs[s] * gradients[s] for m in pieces)
         assert job.stages[s].held == 0
 
 
@@ -196,7 +205,7 @@ def test_a_failure_stops_every_worker_and_the_next_step_is_clean(data: st.DataOb
             assert isinstance(error, Aborted)
             assert str(error) == f"{culprit} on worker {failed}: broken"
     assert set(job.events) | set(job.errors) == set(range(plan.workers))
-    job.stages = {s: Numbers(s, last=s == plan.stages - 1) for s in range(plan.stages)}
+    job.stages = {s: Numbers(s, plan) for s in range(plan.stages)}
     job.run()
     assert not job.errors
     check_sums(job)
@@ -228,7 +237,7 @@ def test_an_action_is_placed_and_timed_without_its_waiting() -> None:
         seen.append(")")
 
     mailbox = Mailbox()
-    stages = {s: Numbers(s, last=s == 1) for s in range(2)}
+    stages = {s: Numbers(s, plan) for s in range(2)}
     events = run_order(0, plan, stages, LocalTransport(0, [mailbox]), Logs(), placed)
     assert seen == [text for action in plan.orders[0] for text in ("mark", f"({action}", ")", "mark")]
     assert [(event.start, event.end) for event in events] == [(0, 1), (2, 3), (4, 5), (6, 7)]
