@@ -133,6 +133,8 @@ class Controller:
         """
         self.settle()
         self.ready()
+        if name == "zero_grad":
+            self._zeroed()
         if self.verifier is not None:
             self.verifier.told(name, payload)
         ticket = self.assembly.crew.tell(name, dict.fromkeys(sorted(self.assembly.workers), payload))
@@ -147,13 +149,15 @@ class Controller:
         found = self.ask("collect", (self.number(), what))
         return self._model.in_order({name: value for w in range(self.assembly.plan.stages) for name, value in found[w].items()})
 
-    def stepped(self, finite: bool) -> None:
+    def stepped(self) -> None:
         """After an optimizer's step, or one that was left out since a gradient was not finite."""
-        if self._scale is None:
-            return
-        self._scale.stepped(finite)
-        if not finite:
+        if self._scale is not None and not self._scale.stepped():
             logger.info(f"a gradient was not finite: the step is left out, and the loss is scaled by {self._scale.value:g} from now on")
+
+    def _zeroed(self) -> None:
+        """Before the gradients are forgotten."""
+        if self._scale is not None and not self._scale.zeroed():
+            logger.info(f"a gradient was not finite: the loss is scaled by {self._scale.value:g} from now on")
 
     def number(self) -> int:
         """The number of the next pass or command that uses the transport."""
@@ -175,8 +179,10 @@ class Controller:
             self._fail(error)
             raise
         self._keep(done, pending.batch)
+        if self._scale is not None:
+            self._scale.passed(done[0].finite)
         if pending.updates:
-            self.stepped(done[0].finite)
+            self.stepped()
         trace, rows = self.last()
         if self._log is not None:
             self._log.step(pending.step, pending.loss, rows, trace)
@@ -265,6 +271,8 @@ class Controller:
         self.ready()
         self._follow_user(asked.trains)
         self._judge(batch)
+        if asked.zero:
+            self._zeroed()
         return batch, self.assembly.crew.tell("step", self._steps(asked, batch))
 
     def _steps(self, asked: Pass, batch: Batch) -> dict[int, Step]:

@@ -397,8 +397,8 @@ class Engine:
     def _step_workers(self) -> None:
         self._controller.settle()
         update = Update(self._need_front("step").groups())
-        stepped = self._controller.ask("optimizer_step", (self._controller.number(), update))
-        self._controller.stepped(stepped[0])
+        self._controller.ask("optimizer_step", (self._controller.number(), update))
+        self._controller.stepped()
         self._controller.stale = True
 
     def _zero_workers(self, set_to_none: bool) -> None:

@@ -23,23 +23,41 @@ class LossScale:
     def __init__(self) -> None:
         self.value = self.START
         self._steps = 0  # since the last change
+        self._overflowed = False  # gradients that are there still
+        self._counted = False  # they have met an optimizer's step
 
-    def stepped(self, finite: bool) -> None:
-        """After each optimizer's step that was taken, or that was left out since a gradient was not finite."""
-        self._steps = self._steps + 1 if finite else 0
-        if not finite or self._steps == self.INTERVAL:
-            self.value *= self.GROWTH if finite else self.BACKOFF
+    def passed(self, finite: bool) -> None:
+        """After each pass: whether all gradients are finite."""
+        self._overflowed = self._overflowed or not finite
+        self._counted = False
+
+    def stepped(self) -> bool:
+        """After each optimizer's step; False: it was left out, since a gradient was not finite."""
+        taken = not self._overflowed
+        self._steps = self._steps + 1 if taken else 0
+        if not taken or self._steps == self.INTERVAL:
+            self.value *= self.GROWTH if taken else self.BACKOFF
             self._steps = 0
+        self._counted = True
+        return taken
+
+    def zeroed(self) -> bool:
+        """When the gradients are forgotten; False: without a step, and one was not finite."""
+        taken = not self._overflowed or self._counted or self.stepped()
+        self._overflowed = False
+        return taken
 
 
 class Accumulated:
     """The gradients of earlier passes, while those of one pass wait for their factor."""
 
     def __init__(self) -> None:
+        self.aside = False  # they have been taken from the parameters
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes them from the parameters."""
+        self.aside = True
         for parameter in parameters:
             if parameter.grad is not None:
                 self._kept[parameter] = parameter.grad
@@ -48,6 +66,7 @@ class Accumulated:
     @torch.no_grad()
     def join(self, parameters: Iterable[nn.Parameter], factor: float) -> None:
         """Multiplies the parameters' gradients by the factor, and adds the earlier ones."""
+        self.aside = False
         for parameter in parameters:
             if parameter.grad is not None and factor != 1.0:
                 parameter.grad.mul_(factor)
@@ -57,6 +76,7 @@ class Accumulated:
 
     def drop(self) -> None:
         """Forgets them."""
+        self.aside = False
         self._kept.clear()
 
 

@@ -23,7 +23,7 @@ from pipe.boundary import check_device_copy
 from pipe.clock import Clock, WallClock
 from pipe.clock_cuda import CudaClock
 from pipe.copying import load_module
-from pipe.errors import Aborted, Failure, StageError
+from pipe.errors import Aborted, Failure, PlanError, StageError
 from pipe.failing import failure_of
 from pipe.loop import run_order
 from pipe.memory import PeakMemory
@@ -79,6 +79,7 @@ class Worker:
         self._stages: dict[int, Stage] = {}
         self._accumulated = Accumulated()
         self._counted = False  # the loss function gives (sum, count)
+        self._passes = 0  # of training, since the last zero_grad
         self._finite = True  # gradients since the last zero_grad
 
     def obey(self, ticket: int, name: str, payload: Callable[[], Any]) -> None:
@@ -156,13 +157,12 @@ class Worker:
             raise
         return Done(clock.name, tuple(events), self.transport.sent_bytes, self._memory.peak(), outputs, self._finite)
 
-    def optimizer_step(self, order: tuple[int, Update], early: Early) -> bool:
-        """Takes over the front's groups and steps, all workers or none; False: not, since a gradient was not finite."""
+    def optimizer_step(self, order: tuple[int, Update], early: Early) -> None:
+        """Takes over the front's groups and steps, all workers or none; none if a gradient is not finite."""
         number, update = order
         self.transport.begin(number, Schedule(()))
         self._agree(Vote())
         self._update(update)
-        return self._finite
 
     def clip_grad_norm(self, order: tuple[int, float, float], early: Early) -> float:
         """Scales the gradients by the norm over all workers, and gives the norm."""
@@ -174,7 +174,7 @@ class Worker:
     def zero_grad(self, set_to_none: bool, early: Early) -> None:
         """Forgets the gradients, or sets those that are there to zero."""
         self._accumulated.drop()
-        self._finite = True
+        self._finite, self._passes = True, 0
         for parameter in self._all.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -240,7 +240,13 @@ class Worker:
         verdict = self._agree(Vote(sum(counts) if counts else None, is_finite))
         self._counted = verdict.count is not None
         self._finite = self._finite and verdict.finite
-        if self._counted or order.scale != 1.0:
+        if self._counted and self._passes and not self._accumulated.aside:
+            raise PlanError(
+                "loss_fn returned (sum, count), and a loss alone in an earlier pass whose gradients are still there; what is added up has "
+                "one form: choose one, or call zero_grad() between"
+            )
+        self._passes += 1
+        if self._counted or self._accumulated.aside:
             self._accumulated.join(self._all.values(), 1.0 / (order.scale * (verdict.count or 1.0)))
         for stage in self._stages.values():
             stage.statistics.apply(self._replicas.sum_moments(stage.statistics))

@@ -140,7 +140,9 @@ def test_the_scale_follows_torch() -> None:
         loss.backward()
         scaler.step(optimizer)
         scaler.update()
-        own.stepped(finite)
+        own.zeroed()
+        own.passed(finite)
+        assert own.stepped() is finite
     assert own.value == scaler.get_scale()
 
 
@@ -214,6 +216,49 @@ def test_an_overflow_in_one_of_several_passes_leaves_the_step_out_until_gradient
         engine.forward_backward(x, target=y)
         engine.optimizer_step()
         assert not torch.equal(before["0.weight"], engine.state_dict()["0.weight"])
+
+
+def test_an_overflow_that_meets_no_step_lowers_the_scale_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that looks at the norm and leaves the step out by itself."""
+    caplog.set_level(logging.INFO, "pipe")
+    model = spiky()
+    (x, y), *_ = batches(dtype=torch.float32)
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), precision="fp16", stages=3, split=[2, 2, 2], micro_batches=2) as engine:
+        engine.load_state_dict({"1.factor": torch.tensor(float("inf"))}, strict=False)
+        for _ in range(2):
+            engine.zero_grad()
+            engine.forward_backward(x, target=y)
+            engine.forward_backward(x, target=y)
+            assert not torch.tensor(engine.clip_grad_norm(1.0)).isfinite()
+        engine.zero_grad()
+        engine.zero_grad()
+        assert [record.message for record in caplog.records if "not finite" in record.message] == [
+            f"a gradient was not finite: the loss is scaled by {LossScale.START / k:g} from now on" for k in (2, 4)
+        ]
+
+
+def test_passes_that_are_added_up_have_one_form_of_loss() -> None:
+    form = {"sums": False}
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        squares = (output - target) ** 2
+        return (squares.sum(), squares.numel()) if form["sums"] else squares.mean()
+
+    (x, y), *_ = batches()
+    with pipe.Engine(layers(), None, loss_fn, stages=2, micro_batches=2) as engine:
+        engine.forward_backward(x, target=y)
+        single = engine.gradients()
+        form["sums"] = True
+        with pytest.raises(StageError, match=r"a loss alone in an earlier pass.*zero_grad\(\) between"):
+            engine.forward_backward(x, target=y)
+            engine.gradients()
+        engine.zero_grad()
+        for kind in (True, True, False):  # a loss alone adds to sums that were divided
+            form["sums"] = kind
+            engine.forward_backward(x, target=y)
+        for name, gradient in engine.gradients().items():
+            assert gradient is not None
+            assert torch.allclose(gradient, 3 * single[name], rtol=CLOSE, atol=CLOSE)
 
 
 def test_an_unknown_precision_is_refused() -> None:
