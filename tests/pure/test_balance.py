@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 from hypothesis import given
@@ -77,6 +77,46 @@ def test_brute_force_with_a_limit(layers: list[tuple[int, int]], data: st.DataOb
     counts = balance(costs, stages, sizes=sizes, limit=limit)
     assert max(stage_costs(sizes, counts)) <= limit
     assert max(stage_costs(costs, counts)) == min(max(stage_costs(costs, c)) for c in fit)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=7), st.data())
+def test_brute_force_with_links_and_unequal_devices(layers: list[tuple[int, int]], data: st.DataObject) -> None:
+    """The step is as short as that of any cut whose dearest is the least, and the dearest at most twice that."""
+    costs, crossing = [c for c, _ in layers], [n for _, n in layers]
+    stages = data.draw(st.integers(1, len(costs)))
+    slowness = data.draw(st.lists(st.sampled_from([1.0, 1.5, 3.0]), min_size=stages, max_size=stages))
+    per_byte = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=stages - 1, max_size=stages - 1))
+    micro_batches = data.draw(st.integers(1, 8))
+
+    def parts(counts: tuple[int, ...]) -> list[float]:
+        ends = list(accumulate(counts))
+        return [
+            *(cost * slow for cost, slow in zip(stage_costs(costs, counts), slowness)),
+            *(crossing[end] * rate for end, rate in zip(ends, per_byte)),
+        ]
+
+    def time(counts: tuple[int, ...]) -> float:
+        return sum(parts(counts)) + (micro_batches - 1) * max(parts(counts))
+
+    counts = balance(costs, stages, slowness=slowness, crossing=crossing, per_byte=per_byte, micro_batches=micro_batches)
+    least = min(max(parts(other)) for other in cuts(len(costs), stages))
+    assert max(parts(counts)) <= 2 * least
+    links = [other for other in cuts(len(costs), stages) if max(parts(other)) == least]
+    if len(set(slowness)) == 1:  # then what the stages take together is the same for every cut
+        assert time(counts) <= min(map(time, links))
+
+
+def test_a_cut_moves_to_where_less_crosses_if_the_step_is_shorter() -> None:
+    costs, crossing = [10] * 6, [0, 8, 8, 8, 1, 8]
+    assert balance(costs, 2) == (3, 3)
+    assert balance(costs, 2, crossing=crossing, per_byte=[1.0], micro_batches=1) == (4, 2)
+    assert balance(costs, 2, crossing=crossing, per_byte=[1.0], micro_batches=8) == (3, 3)  # 8 less once, 10 more seven times
+    assert balance(costs, 2, crossing=crossing, per_byte=[6.0], micro_batches=8) == (4, 2)  # else the link is the dearest
+
+
+def test_a_slow_device_gets_less() -> None:
+    assert balance([1] * 9, 2, slowness=[1.0, 2.0], micro_batches=64) == (6, 3)
+    assert balance([1] * 9, 2, slowness=[2.0, 1.0], micro_batches=64) == (3, 6)
 
 
 def test_many_layers_are_no_trouble() -> None:
