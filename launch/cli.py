@@ -31,6 +31,8 @@ ENGINE_OPTIONS = (
     "share_gpus",
     "timeout",
     "verify",
+    "memory",
+    "plan",
 )
 USAGE = 2
 
@@ -77,8 +79,10 @@ class OneLine(click.Command):
 @click.option("--logdir", metavar="DIR", help="TensorBoard events and traces.")
 @click.option("--device", help="auto, cpu or cuda.")
 @click.option("--share-gpus", is_flag=True, help="Several workers may use one GPU.")
+@click.option("--memory", metavar="SIZE", help="What each worker may use, such as 8GiB; the cut keeps to it.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Longest wait for another worker; 0: no limit.")
 @click.option("--verify", type=int, metavar="N", help="Compute the first N steps in one process, too, and compare every number.")
+@click.option("--plan", is_flag=True, help="Print how the model is cut, and train nothing.")
 @click.option("--dry-run", is_flag=True, help="Print what each worker would run, and run nothing.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
 @click.version_option(package_version(), prog_name="pipe-launch")
@@ -139,6 +143,14 @@ def check_options(options: dict[str, Any]) -> None:
         raise UsageError(f"--timeout is {options['timeout']:g}; it is seconds, or 0 for no limit")
     if options.get("verify", 0) < 0:
         raise UsageError(f"--verify is {options['verify']}; it is a number of steps, or 0 for none")
+    if "memory" in options:
+        from pipe.errors import PlanError
+        from pipe.placement import size
+
+        try:
+            size(options["memory"])
+        except PlanError as error:
+            raise UsageError(f"--{error}") from None
     if "schedule" in options:
         from pipe.errors import PlanError
         from pipe.schedules import schedule

@@ -17,8 +17,9 @@ import torch
 from pipe.ambient import Ambient
 from pipe.announce import logger
 from pipe.arguments import check_call, check_grad_mode
-from pipe.assembly import Assembly, Example
+from pipe.assembly import Assembly
 from pipe.captured import bind
+from pipe.cutting import Example
 from pipe.errors import BatchError, PlanError, StageError
 from pipe.logs import StepLog
 from pipe.micro_batch import Batch, count_rows, cut

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 from pipe import session
 from pipe.announce import be_heard
 from pipe.arguments import check, check_batch_dim, check_later, check_loss_fn
-from pipe.assembly import Assembly, Example
+from pipe.assembly import Assembly
 from pipe.captured import why_not
 from pipe.controller import Controller
+from pipe.cutting import Example
 from pipe.errors import OptimizerError, PlanError, StageError
 from pipe.fit import EpochResult
 from pipe.fit import fit as run_fit
@@ -70,7 +71,7 @@ class Engine:
         precision: str = "fp32",
         wire_dtype: str | None = None,
         offload: str | None = None,
-        weights: object = None,
+        weights: str | os.PathLike[str] | None = None,
         device: str | None = None,
         memory: str | int | None = None,
         timeout: float | None = None,
@@ -84,9 +85,11 @@ class Engine:
             model: an nn.Sequential, a list of modules or of LayerSpec, which can be cut; another module runs whole.
             optimizer: over the model's parameters, or a callable from (full name, parameter) pairs to one; None: no training.
             loss_fn: (output, target) -> 0-dim loss; None: the model returns it.
-            stages, replicas, micro_batches, schedule, strategy, device, timeout, logdir: pipe-launch's flags win over these.
+            stages, replicas, micro_batches, schedule, strategy, device, memory, timeout, logdir: pipe-launch's flags win over these.
             example: (args, kwargs) to measure the layers with before the first batch.
             loss_weight: target -> number, in place of the rows of a micro-batch (say its valid tokens): exact token means.
+            memory: bytes that a worker may use, or a text such as "8GiB": no stage is given more weights, gradients, optimizer state and
+                outputs than that.
             timeout: seconds that one action, or one wait for a message, may take; 0: for ever; None: 1800.
             max_grad_norm: clip to it inside train_step.
 
@@ -108,8 +111,6 @@ class Engine:
             recompute=(recompute, "never"),
             wire_dtype=(wire_dtype, None),
             offload=(offload, None),
-            weights=(weights, None),
-            memory=(memory, None),
         )
         job = session.current()
         if job is not None:
@@ -126,9 +127,10 @@ class Engine:
                 "device": None if device is None else str(device),
                 "timeout": timeout,
                 "logdir": logdir,
+                "memory": memory,
             },
         )
-        self._model = Model(model)
+        self._model = Model(model, weights)
         check_batch_dim(batch_dim, self._model.argument_names)
         wish = Wish(options.stages, options.stages_per_worker, options.replicas, options.micro_batches, options.schedule, options.strategy)
         layers = len(self._model.layers) if self._model.layers is not None else None
@@ -150,7 +152,8 @@ class Engine:
         log = _log(options.logdir)
         check_loss_fn(loss_fn, self._model)
         self._controller = Controller(self._model, Assembly(self._model, plan, options, split, loss_fn), settings, example, log)
-        self._controller.assembly.otherwise = lambda why: uncut(wish, plan, why, options.world)
+        self._controller.stale = not self._model.origin.is_own
+        self._controller.assembly.cutting.otherwise = lambda why: uncut(wish, plan, why, options.world)
         if options.verify:
             self._controller.verifier = Verifier(options.verify, self._model, options, loss_fn, settings)
         self._batch_dim = batch_dim
@@ -318,10 +321,10 @@ class Engine:
         """Writes weights and buffers back into the user's model.
 
         Raises:
-            PlanError: the model was given as LayerSpecs, so there is none to write to.
+            PlanError: the model was given as LayerSpecs or is on the meta device, so there is none to write to.
         """
-        if not self._has_weights:
-            raise PlanError("sync_model has no model to write to, since layers were given as LayerSpec; use engine.state_dict()")
+        if why := self._model.origin.homeless:
+            raise PlanError(f"sync_model has no model to write to, since {why}; use engine.state_dict()")
         if self._unbuilt_module:
             return
         self._model.write(self._controller.gather("tensors"))
@@ -367,14 +370,10 @@ class Engine:
     # --- how ---
 
     @property
-    def _has_weights(self) -> bool:
-        return not self._model.has_specs
-
-    @property
     def _unbuilt_module(self) -> bool:
-        """Whether the user's model itself still holds the truth; LayerSpecs are built to have one."""
+        """Whether the user's model itself still holds the truth; what comes from elsewhere is built to have one."""
         self._controller.settle()
-        if not self._has_weights:
+        if not self._model.origin.is_own:
             self._controller.ready()
         return not self._controller.assembly.built
 
@@ -420,7 +419,7 @@ class Engine:
             try:
                 controller.settle()
             finally:  # what was trained before a failed tail comes home, too
-                if self._has_weights and controller.assembly.built and controller.broken is None and controller.stale:
+                if not self._model.origin.homeless and controller.assembly.built and controller.broken is None and controller.stale:
                     self.sync_model()
                     if self._front is not None:
                         self._front.fetch()

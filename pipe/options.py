@@ -31,6 +31,8 @@ class Options:
     timeout: float | None = DEFAULT_TIMEOUT  # None: for ever
     logdir: str | None = None
     verify: int = 0  # passes of training that are compared with one process
+    memory: str | int | None = None  # that a worker may use
+    plan: bool = False  # show the plan, and train nothing
 
 
 def merge(session: Session | None, arguments: dict[str, Any]) -> Options:

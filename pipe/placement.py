@@ -11,6 +11,7 @@ import re
 from pipe.errors import PlanError
 
 INSTEAD = "share them with --share-gpus, or compute on the CPU with --device cpu"
+_UNITS = {unit: 1024**power for power, units in enumerate(("B", "K KiB KB", "M MiB MB", "G GiB GB", "T TiB TB")) for unit in units.split()}
 
 
 def device_for(local_rank: int, local_world: int, wanted: str, visible: str | None, count: int, share: bool = False) -> str:
@@ -81,3 +82,16 @@ def _named(index: int, gpus: int, local_world: int, share: bool, seen: str) -> s
 
 def _several(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def size(given: str | int) -> int:
+    """Bytes, of a number or of a text such as "8GiB"; K, M, G and T are powers of 1024.
+
+    Raises:
+        PlanError: it is neither, or not above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(given))
+    unit = _UNITS.get((found[2] or "B").upper().replace("I", "i")) if found else None
+    if found is None or unit is None or float(found[1]) <= 0 or isinstance(given, bool):
+        raise PlanError(f"memory is {given!r}; it is the bytes that a worker may use, above 0: a number, or a text such as '8GiB'")
+    return int(float(found[1]) * unit)

@@ -42,6 +42,16 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one stage holds: its layers or modules in words, and what it costs for one micro-batch, where that was measured."""
+
+    layers: str
+    parameters: int
+    seconds: float | None = None  # forward and backward, on the device of worker 0
+    bytes_out: int | None = None  # that cross to later stages, one way
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which strategy, on how many workers, cut how, in what order, and the reason in words.
 
@@ -60,6 +70,8 @@ class Plan:
     places: tuple[str, ...] = ()
     orders: str | None = None  # of a schedule that the user gave
     routes: tuple[Route, ...] = ()  # of each value that crosses between stages; none: one, from each stage to the next
+
+    parts: tuple[Part, ...] = ()  # one a stage, when the cut is known
 
     @property
     def workers(self) -> int:
@@ -93,7 +105,18 @@ class Plan:
         """Reads `to_json` back."""
         found: dict[str, Any] = json.loads(text)
         routes = tuple(map(tuple, found["routes"]))
-        return cls(**{**found, "split": tuple(found["split"]), "places": tuple(found["places"]), "routes": routes})
+        parts = tuple(Part(**part) for part in found["parts"])
+        return cls(**{**found, "split": tuple(found["split"]), "places": tuple(found["places"]), "routes": routes, "parts": parts})
+
+    def table(self) -> str:
+        """The stages, one a line: what each holds, its parameters, its time for one micro-batch, and the bytes that leave it."""
+        rows = [("stage", "layers", "parameters", "ms a micro-batch", "bytes out")]
+        for s, part in enumerate(self.parts):
+            ms = "not measured" if part.seconds is None else f"{part.seconds * 1e3:.3g}"
+            out = "not measured" if part.bytes_out is None else f"{part.bytes_out:,}"
+            rows.append((str(s), part.layers, f"{part.parameters:,}", ms, out))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join([str(self), *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)])
 
     def __str__(self) -> str:
         shape = f"{self.stages} stage{'s' * (self.stages > 1)}" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
