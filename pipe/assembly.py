@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipe import session
+from pipe.aliases import copied, taken_later
 from pipe.blueprint import Blueprint, Build, Built, Seat
 from pipe.copying import by_value, dump_module
 from pipe.crew import Crew, LocalCrew, RpcCrew
@@ -72,10 +73,15 @@ class Assembly:
         return {s: own}
 
     def _feed(self, feed: Feed, s: int, kind: str) -> Feed:
+        """What stage `s` gets; tensors that another stage takes, too, are copies, so that what is written into them is the same on
+        threads as in processes."""
+        takes = [self._takes.get(r) for r in range(self.plan.stages)]
+        takers = {k: [r for r, names in enumerate(takes) if names is None or k in names] for k in feed.kwargs}
+        given = feed.args if s == 0 else (), {k: v for k, v in feed.kwargs.items() if s in takers[k]}
+        shared = taken_later(given, [(v, takers[k][-1]) for k, v in feed.kwargs.items() if takers[k][-1:] > [s]])
+        (args, kwargs), shared = copied((given, shared)) if shared or s else (given, shared)
         last = s == self.plan.stages - 1
-        takes = self._takes.get(s)
-        kwargs = feed.kwargs if takes is None else {k: v for k, v in feed.kwargs.items() if k in takes}
-        return Feed(feed.args if s == 0 else (), kwargs, feed.target if last and kind != "predict" else None, feed.share)
+        return Feed(args, kwargs, feed.target if last and kind != "predict" else None, feed.share, shared)
 
     def build(self, shell: Shell | None, example: Example | None, first: First) -> None:
         """Cuts the model and makes the workers.

@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import State, capture
+from pipe.partition.capture import State, capture, mode
+from pipe.partition.deferred import on_meta
+from pipe.partition.exported import Exported, export
 from pipe.partition.graph import GraphLayers
 
 
@@ -60,11 +62,15 @@ class Captured:
         self._fixed = {name: value for name, value in given.items() if not _holds_tensors(value)}
         self._given = {name: value for name, value in given.items() if name not in self._fixed}.keys()
         tensors = {name: given[name] for name in self._given}
-        graph = capture(model, self._given, self._fixed)
+        found = _graph(model, tensors, self._fixed)
+        self._sizes = found.sizes
+        if on_meta(model):  # nothing to compare, and shapes are those of inputs on the meta device
+            tensors = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), tensors)
+        else:
+            with _untouched(model):
+                _compare(model, found, tensors)
         with _untouched(model):
-            _compare(model, graph, tensors, self._fixed)
-        with _untouched(model):
-            self.layers = GraphLayers(model, graph, tensors)
+            self.layers = GraphLayers(found.root, found.graph, tensors)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuses a call of another kind.
@@ -80,10 +86,33 @@ class Captured:
                     "it alike, or make an engine for each kind"
                 )
 
+        for name, sizes in self._sizes.items():
+            for dim, size in sizes.items():
+                if given[name].shape[dim] != size:
+                    raise PlanError(
+                        f"argument {name!r} has the shape {tuple(given[name].shape)}, and the model was captured with {size} in dimension {dim}, "
+                        "which its code fixes, or which was 1 at first: pass example=((x,), {}) with other sizes, or keep that one"
+                    )
+
     def _kind(self, values: Mapping[str, Any], name: str) -> str:
         if name not in values:
             return "its default"
         return "tensors" if _holds_tensors(values[name]) else repr(values[name])
+
+
+def _graph(model: nn.Module, tensors: Mapping[str, Any], fixed: Mapping[str, Any]) -> Exported:
+    """The model's graph, by torch.fx or else by torch.export.
+
+    Raises:
+        PlanError: neither can make it.
+    """
+    try:
+        return Exported(model, capture(model, tensors.keys(), fixed), fixed)
+    except PlanError as error:
+        try:
+            return export(model, tensors, fixed)
+        except PlanError as other:
+            raise PlanError(f"{error}; {other}") from error
 
 
 @contextmanager
@@ -103,19 +132,18 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _compare(model: nn.Module, graph: fx.Graph, tensors: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def _compare(model: nn.Module, found: Exported, tensors: Mapping[str, Any]) -> None:
     """Runs the model and the graph on the example, in eval mode.
 
     Raises:
         PlanError: they give different values.
     """
-    if any(t.is_meta for t in model.parameters()):
-        return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), dict(tensors))
     model.eval()
-    want = pytree.tree_leaves(model(**copy.deepcopy(given), **fixed))
-    got = pytree.tree_leaves(fx.GraphModule(model, graph)(**given))
+    want = pytree.tree_leaves(model(**copy.deepcopy(given), **found.fixed))
+    with mode(found.root, False):
+        got = pytree.tree_leaves(fx.GraphModule(found.root, found.graph).eval()(**given))
     if len(want) != len(got) or not all(_equal(one, other) for one, other in zip(want, got)):
         raise PlanError(f"the captured graph of {type(model).__name__} gives other values than the module on the example")
 

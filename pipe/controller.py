@@ -145,6 +145,31 @@ class Controller:
             self._fail(error)
             raise
 
+    def ask_one(self, worker: int, name: str, payload: Any) -> Any:
+        """One worker's answer to a command.
+
+        Raises:
+            StageError: it failed.
+        """
+        ticket = self.assembly.crew.tell(name, {worker: payload})
+        try:
+            return self.assembly.desk.done(ticket)[worker]
+        except StageError as error:
+            self._fail(error)
+            raise
+
+    def position(self) -> dict[str, Any]:
+        """Where training is, as a checkpoint keeps it: what keys the random streams, and the scale of the loss."""
+        scale = None if self._scale is None else self._scale.value
+        return {"step": self._step, "seed": self._settings.seed, "scale": scale}
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._step = position["step"]
+        self._settings = replace(self._settings, seed=position["seed"])
+        if self._scale is not None and position["scale"] is not None:
+            self._scale.value = position["scale"]
+
     def gather(self, what: str) -> dict[str, Any]:
         """What the workers of the first replica hold, by full name, in the model's order."""
         found = self.ask("collect", (self.number(), what))

@@ -8,6 +8,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,8 @@ from pipe.partition.spec import Layer
 from pipe.passes import Pass
 from pipe.plan import Plan, Wish, decide, uncut
 from pipe.report import Report
+from pipe.saving import load as load_checkpoint
+from pipe.saving import save as save_checkpoint
 from pipe.settings import Settings
 from pipe.trace import Trace
 from pipe.update import Update
@@ -87,6 +90,8 @@ class Engine:
             loss_fn: (output, target) -> 0-dim loss; None: the model returns it.
             stages, replicas, micro_batches, schedule, strategy, device, memory, timeout, logdir: pipe-launch's flags win over these.
             example: (args, kwargs) to measure the layers with before the first batch.
+            weights: safetensors file or folder (one with an index) of a model on the meta device, of which each worker reads its own part;
+                loaded over a model that is nowhere on meta. Without it, modules on meta are filled by their reset_parameters.
             loss_weight: target -> number, in place of the rows of a micro-batch (say its valid tokens): exact token means.
             memory: bytes that a worker may use, or a text such as "8GiB": no stage is given more weights, gradients, optimizer state and
                 outputs than that.
@@ -311,6 +316,26 @@ class Engine:
                 f"{unknown[0]!r} is no parameter of the model; the state is by full parameter name: see engine.optimizer_state_dict()"
             )
         self._controller.ask("load_optimizer", dict(state))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes a checkpoint, in place of the one that is there: weights, the optimizer's state and settings, and what keys the random
+        streams, so that training goes on from it bit for bit. Not what accumulated gradients hold.
+
+        Each stage writes its own part; a crash at any moment leaves the one before whole.
+
+        Raises:
+            PlanError: it cannot be written there, or the folder holds something else.
+        """
+        save_checkpoint(self._controller, self._model, self._front, Path(directory))
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Goes on from a checkpoint, of any number of stages and replicas; gradients are forgotten.
+
+        Raises:
+            PlanError: there is none, or it is another model's or optimizer's.
+        """
+        load_checkpoint(self._controller, self._model, self._front, Path(directory))
+        self.zero_grad()
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Each parameter's gradient by full name, on the CPU; None where it has none."""

@@ -40,6 +40,11 @@ def _remedy(error: BaseException) -> str:
     """What to do about an error that comes of cutting the batch; empty for others."""
     if isinstance(error, ValueError) and "Expected more than 1 value per channel when training" in _text(error):
         return "; a micro-batch of one row has no variance: use fewer micro-batches (--micro-batches), larger batches, or drop_last=True"
+    if isinstance(error, RuntimeError) and "modified by an inplace operation" in _text(error):
+        return (
+            "; micro-batches interleave, so if forward writes into a buffer that its backward needs, a later micro-batch has moved it: use "
+            "a .clone() of the buffer in forward, or assign a new one"
+        )
     return ""
 
 

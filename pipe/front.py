@@ -99,6 +99,26 @@ class Front:
                 if kept := state.get(self._names[id(parameter)]):
                     self.optimizer.state[parameter] = state_on(kept, parameter)
 
+    def restore(self, groups: Groups, state: State) -> None:
+        """Takes over what a checkpoint kept: the groups' settings, and the state by full parameter name.
+
+        Raises:
+            OptimizerError: it has other groups.
+        """
+        own = self.groups()
+        if [group["params"] for group in own] != [group["params"] for group in groups]:
+            raise OptimizerError(
+                f"the checkpoint's optimizer has {len(groups)} groups and this one {len(own)}, or they hold other parameters; groups are "
+                "the same: build the optimizer as it was built when the checkpoint was saved"
+            )
+        for group, kept in zip(self.optimizer.param_groups, groups):
+            group.update({key: _like(value, group.get(key)) for key, value in kept.items() if key != "params"})
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state.pop(parameter, None)
+                if own_state := state.get(self._names[id(parameter)]):
+                    self.optimizer.state[parameter] = state_on(own_state, parameter)
+
     def _push(self) -> None:
         state = self._state()
         self._workers.load({name: state.get(name, {}) for name in self._names.values()})
@@ -130,6 +150,13 @@ class Front:
         self._own_zero_grad(set_to_none)
         if not self._released:
             self._workers.zero_grad(set_to_none)
+
+
+def _like(value: Any, present: Any) -> Any:
+    """A setting as it was read, in the form in which it is now: a tensor, a tuple."""
+    if isinstance(present, Tensor):
+        return torch.full_like(present, value)
+    return tuple(value) if isinstance(present, tuple) else value
 
 
 def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

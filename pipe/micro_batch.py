@@ -100,8 +100,8 @@ def cut(
         names: forward's parameters in order, which gives positional arguments their names; one beyond is "args[2]".
 
     Raises:
-        BatchError: a tensor that neither has the batch's size nor goes whole; an ambiguous square; an object that
-            cannot be cut although it holds tensors or has the batch's length.
+        BatchError: a tensor that neither has the batch's size nor goes whole; an ambiguous square, or list of samples; an
+            object that cannot be cut although it holds tensors or has the batch's length.
     """
     if pieces < 1:
         raise BatchError(f"pieces is {pieces}; a batch has at least one micro-batch: pass micro_batches=1 or more")
@@ -110,6 +110,7 @@ def cut(
     first, rows = _first(inputs)
     why_whole = _why_whole(first, rows, inputs)
     if pieces > 1 and first is not None and why_whole is None:
+        _check_list([*inputs, wanted], rows, first)
         _check([*inputs, wanted], rows, first.name)
     number = 1 if why_whole else min(pieces, rows)
     sizes = tuple(rows // number + (m < rows % number) for m in range(number))
@@ -185,6 +186,27 @@ def _check(arguments: list[_Argument], rows: int, first: str) -> None:
                 _check_square(argument, leaf, rows, shapes)
             else:
                 _check_object(argument, leaf, rows)
+
+
+def _check_list(arguments: list[_Argument], rows: int, first: _Argument) -> None:
+    """Raises for a list of tensors that may be one a sample (images), where nothing beside it has the rows of its tensors."""
+    if first.said:
+        return
+    leaves = [(a, leaf) for a in arguments if a.dim is not None for leaf in pytree.tree_leaves(a.value, is_leaf=_is_list_of_tensors)]
+    if any(isinstance(leaf, Tensor) and _rows(leaf, a.dim) == rows for a, leaf in leaves):
+        return
+    lists = [leaf for a, leaf in leaves if a is first and _is_list_of_tensors(leaf)]
+    held = next(each for each in lists if any(_rows(t, first.dim) == rows for t in each))
+    name = repr(first.name)
+    raise BatchError(
+        f"{name} holds a list of {len(held)} tensors, and nothing beside it has their {rows} rows: it is ambiguous, a tensor a sample or a "
+        f"row a sample; pass batch_dim={{{name}: {first.dim}}} to cut each tensor, batch_dim={{{name}: None}} to give it whole to every "
+        f"micro-batch, or torch.stack the samples to one tensor"
+    )
+
+
+def _is_list_of_tensors(node: Any) -> bool:
+    return type(node) is list and len(node) > 0 and all(isinstance(leaf, Tensor) for leaf in node)
 
 
 def _check_size(argument: _Argument, dim: int, tensor: Tensor, rows: int, first: str) -> None:

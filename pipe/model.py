@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pipe.captured import Captured
 from pipe.errors import PlanError
 from pipe.follower import Follower, StaleWarning
+from pipe.origin import Origin
 from pipe.partition import ties
+from pipe.partition.deferred import Fresh
 from pipe.partition.sequence import Chain, Keywords, keywords, layers_of, resolve, route
 from pipe.partition.spec import Layer, LayerSpec, skeleton
 from pipe.partition.ties import Tie
+from pipe.weights import Weights
 
 
 class Model:
     """A module, a list of modules, or a list of LayerSpecs; `whole` has the unsplit names (specs on the meta device)."""
 
-    def __init__(self, model: nn.Module | Sequence[Layer]) -> None:
-        """Takes the model as it is.
+    def __init__(self, model: nn.Module | Sequence[Layer], weights: str | os.PathLike[str] | None = None) -> None:
+        """Takes the model as it is; `weights`: a safetensors file or folder.
 
         Raises:
-            PlanError: it is none of these, or has parameters without a shape yet.
+            PlanError: it is none of these, or has parameters without a shape yet; or the weights are not the model's.
         """
         if not isinstance(model, (nn.Module, list, tuple)):
             raise PlanError(f"model is a {type(model).__name__}; it is an nn.Module, a list of modules, or a list of pipe.LayerSpec")
         self.given = model
         self.layers = layers_of(model)
-        self.has_specs = self.layers is not None and any(isinstance(layer, LayerSpec) for layer in self.layers.layers)
         self.whole = self._whole()
         lazy = [name for name, p in self.whole.named_parameters() if is_lazy(p)]
         if lazy:
@@ -44,6 +48,8 @@ class Model:
                 f"parameter {lazy[0]!r} has no shape yet; stages are cut from a model with shapes: run it once on a small batch first"
             )
         self.parameters = list(self.whole.named_parameters())
+        self.origin = Origin(self.whole, self._specs(), weights)
+        self.generator_state = torch.get_rng_state()  # from which layers are built and initialised
         self.captured: Captured | None = None  # of a module that is no sequence
         self._parts: tuple[tuple[int, ...], list[nn.Module]] | None = None
         self.takes: Mapping[str, Keywords] = self._takes()
@@ -143,6 +149,17 @@ class Model:
             parts.append(part)
         return parts
 
+    def fresh(self, counts: Sequence[int]) -> Fresh | None:
+        """How the workers make the values of what is on the meta device; None: nothing is, or it comes from a file."""
+        if self.layers is not None:
+            return self.origin.fresh(self.layers.names)
+        if self.captured is None or not counts:
+            return self.origin.fresh({""})
+        graphs = [part.graph for part in self.parts(counts) if isinstance(part, fx.GraphModule)]
+        called = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module"}
+        of_torch = {path for path, m in self.whole.named_modules() if _is_of_torch(m) and (m._parameters or m._buffers)}
+        return self.origin.fresh(called | of_torch)
+
     def check(self, counts: Sequence[int]) -> None:
         """Refuses a cut after which stages would silently disagree on what they share.
 
@@ -209,6 +226,24 @@ class Model:
             evened.update(dict.fromkeys(group, state[given[-1]]) if given and len(group) > 1 else {})
         return evened
 
+    def sources(self, folder: Path) -> dict[str, str]:
+        """The name in a checkpoint of each tensor of the model's state_dict, a shared one under any of its own names.
+
+        Raises:
+            PlanError: the checkpoint is another model's.
+        """
+        found, groups = Weights(str(folder)).names, defaultdict[int, list[str]](list)
+        for name, value in self.whole.state_dict(keep_vars=True).items():
+            groups[id(value)].append(name)
+        sources = {name: next((other for other in own if other in found), "") for own in groups.values() for name in own}
+        lost, unknown = [name for name, source in sources.items() if not source], found - sources.keys()
+        if lost or unknown:
+            raise PlanError(
+                f"the checkpoint {str(folder)!r} is another model's: it lacks {len(lost)} of its tensors ({', '.join(lost[:3])}) and has "
+                f"{len(unknown)} others ({', '.join(sorted(unknown)[:3])}): build the model as it was when the checkpoint was saved"
+            )
+        return sources
+
     def written(self) -> str | None:
         """The name of a parameter of the user's model that was written to in place since this was last asked; None: none was."""
         now = [0 if p.is_meta else p._version for _, p in self.parameters]
@@ -219,7 +254,7 @@ class Model:
     def follow(self, stale: Callable[[], bool], load: Callable[[dict[str, Any]], None]) -> None:
         """From now on warns once when the user's model is used while its weights are older than those of the stages, and passes on
         what is loaded into it."""
-        if self.has_specs:
+        if self.origin.homeless:
             return
         self.written()  # what was before is in the stages
         look = Follower(StaleWarning(stale))
@@ -241,6 +276,11 @@ class Model:
             return self.given
         return Chain(skeleton(self.layers.layers, self.layers.names), self.layers.names)
 
+    def _specs(self) -> dict[str, LayerSpec]:
+        if self.layers is None:
+            return {}
+        return {name: layer for name, layer in zip(self.layers.names, self.layers.layers) if isinstance(layer, LayerSpec)}
+
     def _takes(self) -> Mapping[str, Keywords]:
         if self.layers is None:
             return {}
@@ -251,6 +291,10 @@ def _loaded(prefix: str, load: Callable[[dict[str, Any]], None], module: nn.Modu
     """A load_state_dict of the user's model, or of one of its layers, ends: the stages take over its values."""
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     load({prefix + name: value.detach() for name, value in own.items()})
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -100,7 +100,7 @@ def state_on(kept: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]
     for key, value in kept.items():
         if isinstance(value, Tensor):
             value = value.detach().clone()
-            if value.shape == parameter.shape and value.dim():
+            if value.shape == parameter.shape and value.dim() and not parameter.is_meta:
                 value = value.to(parameter.device)
         placed[key] = value if isinstance(value, Tensor) else copy.deepcopy(value)
     return placed

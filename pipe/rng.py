@@ -46,7 +46,7 @@ def watch(module: nn.Module, prefix: str = "") -> None:
     One module may be watched under several names; a draw then counts where the path around it leads (`Streams.at`).
     """
     for name, each in module.named_modules(remove_duplicate=False):
-        path = ".".join(part for part in (prefix, name) if part)
+        path = getattr(each, "draws_as", ".".join(part for part in (prefix, name) if part))
         known = _paths.get(each, ())
         if path and path not in known:  # the root itself is what `Streams.at` says
             _paths[each] = (*known, path)

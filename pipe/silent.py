@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch.nn.functional as F
 from torch import fx, nn
 
+from pipe.announce import logger
 from pipe.partition.capture import draws as draws_by_function
 
 _SILENT = frozenset(
@@ -39,7 +42,8 @@ _SILENT = frozenset(
 _DROPOUTS = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout})
 _RECURRENT = frozenset({nn.RNN, nn.LSTM, nn.GRU})
 _TRANSFORMER_LAYERS = frozenset({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
-_NAMED = {"pipe.partition.sequence.Chain"} | frozenset(  # by name, so that they need not be imported
+_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # its forward calls the module in it
+_NAMED = {"pipe.partition.sequence.Chain", _COMPILED} | frozenset(  # by name, so that they need not be imported
     f"torchvision.{name}"
     for name in (
         *("models.resnet.ResNet", "models.resnet.BasicBlock", "models.resnet.Bottleneck", "models.vgg.VGG", "models.alexnet.AlexNet"),
@@ -53,9 +57,30 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def draws(module: nn.Module) -> bool:
     """Whether the module may draw random numbers; False only where it is known that it cannot, whatever its mode.
 
-    By exact type: a user's class, a subclass, a hook, a `forward` of its own may do anything.
+    By exact type: a user's class, a subclass, a hook, a `forward` of its own may do anything. A compiled module is what is in it.
     """
-    return any(not _is_silent(each) for each in module.modules())
+    loud = next((each for each in module.modules() if not _is_silent(each)), None)
+    if loud is not None and any(_is_compiled(each) for each in module.modules()):
+        _say(type(loud).__name__)
+    return loud is not None
+
+
+@cache
+def _say(loud: str) -> None:
+    """Tells once what torch does without a word: under keyed random streams it compiles nothing."""
+    logger.warning(
+        "compiled layers of a stage run as they are where a layer beside them may draw random numbers (%s): random streams that do not "
+        "depend on the cut and torch.compile exclude each other",
+        loud,
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _name(module) == _COMPILED or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _is_silent(module: nn.Module) -> bool:
@@ -63,7 +88,7 @@ def _is_silent(module: nn.Module) -> bool:
     if isinstance(module, fx.GraphModule):
         return not draws_by_function(module.graph)
     hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
-    if "forward" in vars(module) or not all(getattr(hook, "draws_nothing", False) for hook in hooks):
+    if ("forward" in vars(module) and _name(module) != _COMPILED) or not all(getattr(hook, "draws_nothing", False) for hook in hooks):
         return False
     if kind in _DROPOUTS:
         return bool(module.p == 0)
@@ -74,6 +99,4 @@ def _is_silent(module: nn.Module) -> bool:
     if kind in _TRANSFORMER_LAYERS:  # its dropouts are modules in it, and an activation may be anything
         return module.activation in (F.relu, F.gelu) or isinstance(module.activation, nn.Module)
     # exact name included for nn.MultiheadAttention's own projection, a Linear that differs in its type only
-    return (
-        kind in _SILENT or kind is nn.modules.linear.NonDynamicallyQuantizableLinear or f"{kind.__module__}.{kind.__qualname__}" in _NAMED
-    )
+    return kind in _SILENT or kind is nn.modules.linear.NonDynamicallyQuantizableLinear or _name(module) in _NAMED

@@ -23,14 +23,16 @@ from torch.utils import _pytree as pytree
 
 from pipe import rng, wire
 from pipe.action import Route
-from pipe.aliases import SHARED, TAKEN, Writes
+from pipe.aliases import Shared, Writes, moved
 from pipe.ambient import Ambient
 from pipe.batch_norm import PooledStatistics
 from pipe.boundary import Inbox, enter_boundary
 from pipe.bundle import Bundle
 from pipe.errors import PipeError, PlanError
 from pipe.loss import LossFn, loss_draws, loss_of, on_device
+from pipe.partition.exported import place
 from pipe.partition.sequence import Chain
+from pipe.tied import tied_in
 from pipe.wire import Message
 
 Part = tuple[float, float | None]  # of a micro-batch: its part of the mini-batch's loss, or (sum, count)
@@ -44,6 +46,7 @@ class Feed:
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # those this stage's forward names
     target: Any = None  # of the last stage
     share: float = 1.0  # of this micro-batch's loss in the loss of the mini-batch
+    shared: Shared = ()  # those of these tensors that later stages are given, too
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Stage:
         self._shared = shared
         self.device = torch.device(device)
         self.module = module.to(self.device)
+        if self.device.type != "cpu":
+            place(self.module, self.device)
         self.last = last
         self.loss_fn = on_device(loss_fn, self.device) if last else None
         self.on_losses: Callable[[dict[int, Part]], None] = lambda losses: None
@@ -164,7 +169,7 @@ class Stage:
 
         `arg`: what stages before gave, by stage; the model's own inputs are in this stage's feed.
         """
-        feed, writes = self._run.feeds.get(micro_batch, Feed()), Writes()
+        feed, writes = self._run.feeds.get(micro_batch, Feed()), Writes(self.index, self.module)
         drawn = arg[self.index - 1].drawn if self.index else {}
         saved = _Saved(self._streams(micro_batch, drawn))
         with ExitStack() as stack:
@@ -173,19 +178,25 @@ class Stage:
             if saved.streams is not None and self._draws:
                 stack.enter_context(saved.streams)
                 if isinstance(self.module, Chain):
-                    self.module.at = saved.streams.at
+                    self.module.surround(saved.streams.at)
             values = self._enter(arg, saved, writes)
-            output = self.module(*_on(feed.args, self.device), *values, **_on(dict(feed.kwargs), self.device))
+            args, kwargs, shared = moved((feed.args, dict(feed.kwargs), feed.shared), self.device)
+            for tensor, last in shared:
+                writes.enter([tensor], last=last)
+            writes.tied(tied_in(self.module))
+            output = self.module(*args, *values, **kwargs)
             writes.check()
             if self.last:
                 self._end(micro_batch, output, feed, saved)
+                writes.check()  # loss_fn may write, too
         if self._run.trains:
             self._saved[micro_batch] = saved
         if self.last:
             return {}
         if saved.streams is not None:
             drawn = {**drawn, **saved.streams.drawn(self._shared)}
-        return self._give(output, saved, drawn)
+        bundles = self._give(output, saved, drawn)
+        return writes.marked(bundles, self._given, [value.tensors for value in saved.values if value.source is None])
 
     def backward(self, micro_batch: int, arg: Mapping[int, Message]) -> Mapping[int, Message]:
         """The gradients of what was taken from other stages, by stage and in the order of the plan's routes.
@@ -230,8 +241,7 @@ class Stage:
             value = _Value(route[at - 1], route[at + 1] if at + 1 < len(route) else None, [])
             found.append(wire.unpack(message, self.device, partial(self._enter_tensor, value)))
             saved.values.append(value)
-            writes.watch([value.tensors[i] for i in message.aliases], SHARED)
-            writes.watch(value.tensors if value.taker is not None else (), TAKEN)
+            writes.enter(value.tensors, message.aliases, last=route[-1])
         return found
 
     def _enter_tensor(self, value: _Value, tensor: Tensor, needs_grad: bool) -> Tensor:

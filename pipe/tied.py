@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipe.errors import PlanError
 from pipe.partition.ties import Tie
@@ -19,6 +21,17 @@ from pipe.transport.protocol import Transport
 from pipe.wire import pack_list, unpack_list
 
 Parameters = dict[str, nn.Parameter]
+_tied = WeakTensorKeyDictionary()  # the parameters of all workers of this process that other stages hold, too
+_tied_in: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+
+
+def tied_in(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a stage's module that other stages hold, too: its forward must not write to them."""
+    if not len(_tied):
+        return []
+    if module not in _tied_in:
+        _tied_in[module] = [parameter for parameter in module.parameters() if parameter in _tied]
+    return _tied_in[module]
 
 
 class TiedWeights:
@@ -33,6 +46,8 @@ class TiedWeights:
         self.borrowed: Parameters = {}  # by the name in the unsplit model
         for tie in ties:
             for stage, name in tie.names.items():
+                if first + stage == index:
+                    _tied[held[name]] = tie.name
                 if stage == tie.owner:
                     continue
                 if first + stage == index:
@@ -70,7 +85,7 @@ class TiedWeights:
 
 
 class SharedBuffers:
-    """Buffers that several stages hold, each a copy: fine as long as nobody writes to them."""
+    """Buffers that several stages hold, each a copy, or that look into another one's memory: fine as long as nobody writes to them."""
 
     def __init__(self, ties: Iterable[Tie], held: Mapping[int, nn.Module]) -> None:
         """`held`: the worker's modules by stage."""
@@ -85,19 +100,26 @@ class SharedBuffers:
         """
         now = self._look()
         for (tie, _, name), before, after in zip(self._found, self._seen, now):
-            if before != after:
+            if before == after:
+                continue
+            if len(tie.names) > 1:
                 raise PlanError(
                     f"buffer {name} was written to, and stages {', '.join(map(str, tie.names))} hold a copy each; a buffer that changes "
                     "lives on one stage: put the layers that share it into one stage with split="
                 )
+            raise PlanError(
+                f"buffer {name} was written to, and another buffer looks into its memory; a stage has a copy of each, which would not see "
+                "it: register one buffer and take the view in forward, or make it a .clone()"
+            )
 
     def settled(self) -> None:
         """What is in them now is what was meant: they have been loaded."""
         self._seen = self._look()
 
     def _look(self) -> list[tuple[int, int]]:
-        buffers = [module.get_buffer(name) for _, module, name in self._found]
-        return [(id(buffer), buffer._version) for buffer in buffers]
+        buffers = {id(module): dict(module.named_buffers(remove_duplicate=False)) for _, module, _ in self._found}
+        found = [buffers[id(module)][name] for _, module, name in self._found]
+        return [(id(buffer), buffer._version) for buffer in found]
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

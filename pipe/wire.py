@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipe import pickler
-from pipe.aliases import overlapping
+from pipe.aliases import Region
 from pipe.boundary import Boundary, Inbox, check_device_copy, enter_boundary
 from pipe.errors import PlanError
 from pipe.side_stream import arriving, leaving
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ class Message:
     needs_grad: tuple[bool, ...]
     geometry: tuple[Geometry | None, ...]
     ready: Ready | None = None
-    aliases: tuple[int, ...] = ()  # tensors that share memory with others of the value, which they no longer do on arrival
+    aliases: tuple[tuple[int, Region], ...] = ()  # by position, where tensors lie in one process that others have, too
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +135,8 @@ def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
     Raises:
         PlanError: the value holds what cannot be pickled.
     """
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN and not vars(value):
+        check_kind(value)
         return None, [value]
     file = io.BytesIO()
     framer = _Frame(file)
@@ -150,17 +152,28 @@ def take_out(value: Any) -> tuple[bytes | None, list[Tensor]]:
     return file.getvalue(), framer.tensors
 
 
+def check_kind(t: Tensor) -> None:
+    """Refuses a tensor that has no data of its own in a layout that can be copied.
+
+    Raises:
+        PlanError: it is one.
+    """
+    kind = type(t)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        what = f"a {kind.__name__}"
+    elif t.is_nested or t.is_quantized or t.layout not in _LAYOUTS:
+        what = "a nested tensor" if t.is_nested else "a quantized tensor" if t.is_quantized else f"a tensor of layout {t.layout}"
+    else:
+        return
+    raise PlanError(
+        f"{what} cannot cross to the next stage; tensors that cross hold their own data: "
+        f"return the plain tensors it is made of, or keep it inside one stage with split="
+    )
+
+
 def pack_all(taken_out: Sequence[tuple[bytes | None, list[Tensor]]]) -> list[Message]:
     """A message for each of several values, as `take_out` gave them."""
-    messages = [pack_roots(frame, tensors) for frame, tensors in taken_out]
-    if len(messages) < 2:
-        return messages
-    shared, begin = set(overlapping([t for _, tensors in taken_out for t in tensors])), 0
-    for i, message in enumerate(messages):
-        end = begin + len(message.tensors)
-        messages[i] = replace(message, aliases=tuple(n for n in range(end - begin) if begin + n in shared))
-        begin = end
-    return messages
+    return [pack_roots(frame, tensors) for frame, tensors in taken_out]
 
 
 def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
@@ -172,43 +185,54 @@ def pack_roots(frame: bytes | None, tensors: Sequence[Tensor]) -> Message:
         sent = [(t.detach(), None) if is_sendable(t) else ship(t.detach()) for t in tensors]
     needs_grad = tuple(grad and t.requires_grad for t in tensors)
     ready = Ready(events) if events else None
-    return Message(frame, tuple(t for t, _ in sent), needs_grad, tuple(geometry for _, geometry in sent), ready, overlapping(tensors))
+    return Message(frame, tuple(t for t, _ in sent), needs_grad, tuple(geometry for _, geometry in sent), ready)
 
 
 class _Frame(pickler.Pickler):
-    """Pickles a structure by value where need be (classes of `__main__`), and puts numbers in the tensors' places."""
+    """Pickles a structure by value where need be (classes of `__main__`), and puts numbers in the tensors' places.
 
-    def __init__(self, file: io.BytesIO) -> None:
+    Where a tensor stands first, what was set on it goes along: (number, class, attributes).
+    """
+
+    def __init__(self, file: io.BytesIO, numbers: Mapping[int, int] | None = None) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers = dict(numbers or {})
 
-    def persistent_id(self, value: Any) -> int | tuple[int, type] | None:
+    def persistent_id(self, value: Any) -> int | tuple[int, type, dict[str, Any]] | None:
         if not isinstance(value, Tensor):
             return None
         number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        kind = type(value)
-        if kind in _PLAIN:
+        if number is not None:
             return number
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise PlanError(
-                f"a {kind.__name__} cannot cross to the next stage; tensors that cross hold their own data: "
-                f"return the plain tensors it is made of, or keep it inside one stage with split="
-            )
-        return number, kind
+        check_kind(value)
+        number = self._numbers[id(value)] = len(self.tensors)
+        self.tensors.append(value)
+        kind, attributes = type(value), vars(value)
+        if kind in _PLAIN and not attributes:
+            return number
+        return number, kind, {name: part for name, part in attributes.items() if self._crosses(part)}
+
+    def _crosses(self, part: Any) -> bool:
+        """Whether it can be pickled; what cannot, as a weak reference that some library left, stays behind."""
+        try:
+            _Frame(io.BytesIO(), self._numbers).dump(part)
+        except Exception:
+            return False
+        return True
 
 
 class _Unframe(pickle.Unpickler):
     def __init__(self, frame: bytes, tensors: Sequence[Tensor]) -> None:
         super().__init__(io.BytesIO(frame))
-        self._tensors = tensors
+        self._tensors = list(tensors)
 
     def persistent_load(self, pid: Any) -> Tensor:
         if isinstance(pid, int):
             return self._tensors[pid]
-        number, kind = pid
-        same: Tensor = self._tensors[number].as_subclass(kind)
-        return same
+        number, kind, attributes = pid
+        tensor = self._tensors[number]
+        if kind not in _PLAIN:
+            tensor = self._tensors[number] = tensor.as_subclass(kind)
+        vars(tensor).update(attributes)
+        return tensor

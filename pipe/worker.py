@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipe.action import Action, Op, Schedule
 from pipe.blueprint import Build, Built
 from pipe.boundary import check_device_copy
+from pipe.checkpoint import Loading, Saved, Saving, part_of, save_part
 from pipe.clock import Clock, WallClock
 from pipe.clock_cuda import CudaClock
 from pipe.copying import load_module
@@ -115,6 +116,7 @@ class Worker:
         self._buffers = SharedBuffers(order.shared_buffers, {s: stage.module for s, stage in self._stages.items()})
         self._parameters = self._tied.owned(held, order.names)
         self._all = {**self._parameters, **self._tied.borrowed}
+        self._copies = self._copied_from_others(order)
         self._shell = order.shell
         self._optimizer = order.shell.build(self._parameters) if order.shell is not None else None
         return Built(socket.gethostname(), device, state)
@@ -205,7 +207,7 @@ class Worker:
             if what == "state":
                 found |= module.state_dict()
             elif what == "tensors":
-                found |= dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+                found |= dict(_tensors(module))
         if what == "optimizer" and self._optimizer is not None:
             state = self._optimizer.state
             found = {name: {k: _copied(v) for k, v in state[p].items()} for name, p in self._parameters.items() if p in state}
@@ -218,6 +220,23 @@ class Worker:
             stage.module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
         self._buffers.settled()
 
+    def save(self, order: Saving, early: Early) -> Saved:
+        """Writes its part of a checkpoint, or gives it; the first replica's does for all."""
+        if self.index >= self.plan.stages:
+            return Saved()
+        state = self._optimizer.state if self._optimizer is not None else {}
+        modules = [stage.module for stage in self._stages.values()]
+        return save_part(order, self.index, part_of(modules, self._copies, self._parameters, state))
+
+    def restore(self, order: Loading, early: Early) -> tuple[list[str], list[str]] | None:
+        """Takes over its part of a checkpoint; where its host does not see that, gives the names that it needs, of weights and state."""
+        names = [name for stage in self._stages.values() for name in stage.module.state_dict()]
+        if not order.is_here:
+            return names, list(self._parameters)
+        self.load(order.weights(names), early)
+        self.load_optimizer(order.state(self._parameters), early)
+        return None
+
     def load_optimizer(self, state: Mapping[str, Mapping[str, Any]], early: Early) -> None:
         """Takes over the optimizer's state of the parameters that this worker holds; an empty one is forgotten."""
         if self._optimizer is not None:
@@ -227,6 +246,12 @@ class Worker:
                     self._optimizer.state.pop(parameter, None)
                     if state[name] and id(parameter) in held:
                         self._optimizer.state[parameter] = state_on(state[name], parameter)
+
+    def _copied_from_others(self, order: Build) -> list[int]:
+        """Ids of the tensors that other workers own."""
+        ties = [tie for tie in (*order.ties, *order.shared_buffers) if tie.owner not in self._stages]
+        held = {s: dict(_tensors(stage.module)) for s, stage in self._stages.items()}
+        return [id(own[tie.names[s]]) for tie in ties for s, own in held.items() if s in tie.names]
 
     def _clock(self, began: float) -> Clock:
         device = self._memory.device
@@ -298,6 +323,10 @@ class Worker:
         """An error of this worker as data."""
         module = self._stages[action.stage].module if action is not None and action.op is Op.F else None
         return failure_of(error, where, self.index, action, getattr(module, "current", None))
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def _copied(value: Any) -> Any:

@@ -24,7 +24,7 @@ from pipe.errors import PlanError
 from pipe.follower import Follower
 
 _ROUNDS = 50  # each keeps at least one more module whole
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DRAWS = ("dropout", "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rrelu", "poisson", "gumbel_softmax")
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor", "as_tensor", "rand", "randn", "randint", "randperm")
 _CONSTANT = "_tensor_constant"  # what fx calls a tensor that is neither a parameter nor a buffer
@@ -41,12 +41,12 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
     Raises:
         PlanError: it cannot be captured; says which module, and why.
     """
-    if any(not isinstance(hook, Follower) for hooks in _HOOKS for hook in getattr(model, hooks, {}).values()):
+    if any(not isinstance(hook, Follower) for hooks in HOOKS for hook in getattr(model, hooks, {}).values()):
         raise PlanError(
             f"{type(model).__name__} has hooks on the whole model, which would belong to no stage (hooks on its modules are kept)"
         )
     constants = {**_defaults(model, {*given, *fixed}), **fixed}
-    whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in _HOOKS)}
+    whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in HOOKS)}
     for _ in range(_ROUNDS):
         state = State(model)
         try:
@@ -106,7 +106,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, train: bool, whole: set[str], constants: Mapping[str, Any]) -> fx.Graph:
-    with _mode(model, train), warnings.catch_warnings():
+    with mode(model, train), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Was not able to add assertion")  # that a constant is one: we look ourselves
         tracer = _Tracer(model, whole)
         with _made_as_nodes(tracer):
@@ -137,7 +137,7 @@ def _made_as_nodes(tracer: fx.Tracer) -> Iterator[None]:
 
 
 @contextmanager
-def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+def mode(model: nn.Module, train: bool) -> Iterator[None]:
     before = {module: module.training for module in model.modules()}
     model.train(train)
     try:

@@ -87,11 +87,12 @@ class GraphLayers:
         return tuple(self._crossing(counts).values())
 
     def shared(self, counts: Sequence[int]) -> frozenset[str]:
-        """The modules that several stages call."""
+        """The modules that several stages call, or in whose place they draw random numbers."""
         callers: dict[str, set[int]] = defaultdict(set)
         for node, s in zip(self._nodes, _stages(counts)):
             if node.op == "call_module":
-                callers[str(node.target)].add(s)
+                name = str(node.target)
+                callers[getattr(self._root.get_submodule(name), "draws_as", name)].add(s)
         return frozenset(name for name, stages in callers.items() if len(stages) > 1)
 
     def _crossing(self, counts: Sequence[int]) -> dict[tuple[int, fx.Node], Route]:

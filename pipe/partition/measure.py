@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
+from pipe.partition.deferred import materialise
 from pipe.partition.sequence import keywords
 from pipe.partition.spec import Layer, LayerSpec
 
@@ -107,8 +108,10 @@ def measure(
 
 
 def _ready(layer: Layer, copy: Callable[[nn.Module], nn.Module], place: torch.device) -> nn.Module:
-    """A layer of our own on the device, without the user's hooks, which might count or print."""
-    own = (layer.build() if isinstance(layer, LayerSpec) else copy(layer)).to(place)
+    """A layer of our own on the device, without the user's hooks, which might count or print; what is on the meta device is zeros."""
+    own = layer.build() if isinstance(layer, LayerSpec) else copy(layer)
+    materialise(own, torch.zeros_like, place)
+    own = own.to(place)
     for module in own.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
             for key in [key for key, hook in hooks.items() if not _of_torch(hook)]:

@@ -197,6 +197,10 @@ class Chain(nn.Module):
     Passes one value along like nn.Sequential; a keyword argument goes to each layer whose forward names it or has **kwargs.
     """
 
+    current: str | None  # the layer whose call has begun last, and None after the last one
+    _takes: dict[str, Keywords]
+    _at: Callable[[str], AbstractContextManager[None]] | None
+
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], *, first: bool = True) -> None:
         """Takes the layers as they are.
 
@@ -205,9 +209,15 @@ class Chain(nn.Module):
         """
         super().__init__()
         self._modules.update(zip(names, layers))  # not add_module: a layer may be called like an attribute of this class
-        self._takes = keywords(layers, names, first=first)
-        self.at: Callable[[str], AbstractContextManager[None]] | None = None  # surrounds each layer's call; given its name
-        self.current: str | None = None  # the layer whose call has begun last, and None after the last one
+        self._set(_takes=keywords(layers, names, first=first), _at=None, current=None)
+
+    def _set(self, **attributes: Any) -> None:
+        """Sets them past nn.Module, which would put them in the place of layers of these names."""
+        self.__dict__.update(attributes)
+
+    def surround(self, at: Callable[[str], AbstractContextManager[None]]) -> None:
+        """From now on each layer's call is in the context that this gives for its name."""
+        self._set(_at=at)
 
     @property
     def keywords(self) -> frozenset[str] | None:
@@ -221,8 +231,8 @@ class Chain(nn.Module):
         value: tuple[Any, ...] = args
         for name, layer in self._modules.items():
             if layer is not None:
-                self.current = name
-                with nullcontext() if self.at is None else self.at(name):
+                self._set(current=name)
+                with nullcontext() if self._at is None else self._at(name):
                     value = (layer(*value, **self._takes[name].pick(kwargs)),)
-        self.current = None
+        self._set(current=None)
         return value[0]

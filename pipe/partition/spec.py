@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -93,7 +94,14 @@ def build_layers(layers: Sequence[Layer], generator_state: torch.Tensor) -> tupl
         layers: specs; layers that are built already pass through and draw nothing.
         generator_state: as `torch.get_rng_state()` gives it.
     """
-    with _BUILDING, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(generator_state)
+    with drawing(generator_state):
         made = [layer if isinstance(layer, nn.Module) else layer.build() for layer in layers]
         return made, torch.get_rng_state()
+
+
+@contextmanager
+def drawing(generator_state: torch.Tensor) -> Iterator[None]:
+    """Meanwhile the CPU generator is ours, from this state on; it is the process's, so one thread at a time has it."""
+    with _BUILDING, torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator_state)
+        yield

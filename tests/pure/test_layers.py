@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 ROWS = (
     "errors action",
     "announce chart schedules trace simulator clock report placement partition partition.balance",
-    "follower partition.spec partition.sequence partition.ties partition.capture partition.graph partition.measure",
-    "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer pickler"
-    " rng side_stream silent strides wire",
-    "signing members session transport",
-    "arguments assembly blueprint clock_cuda crew desk failing front loop options passes plan replicas scaling settings stage tied"
+    "follower partition.spec partition.sequence partition.ties partition.capture partition.exported partition.graph partition.measure partition.deferred",
+    "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer origin"
+    " pickler rng side_stream silent strides weights wire",
+    "signing members session transport links",
+    "arguments assembly blueprint checkpoint clock_cuda crew cutting desk failing front loop options passes plan replicas scaling settings stage tied"
     " update worker",
-    "controller engine fit logs verify",
+    "controller engine fit logs saving verify",
 )
 PURE = ROWS[0].split() + ROWS[1].split()
 TORCH_IN_TRANSPORT = ("pipe.transport.rpc", "pipe.transport.process_group")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pipe
-from pipe.aliases import overlapping
+from pipe.aliases import Region, overlaps, region, taken_later
 from tests.single.steps import batches, sgd, train_beside
 
 X = torch.arange(24.0).view(4, 6)
@@ -28,10 +30,60 @@ X = torch.arange(24.0).view(4, 6)
         ([X[:0], X], ()),
         ([X.to_sparse(), X.to_sparse()], ()),
         ([X, X.detach().expand(2, 4, 6)], (0, 1)),
+        ([X[:, :3], X[:, 3:]], ()),
+        ([X[:, :4], X[:, 3:]], (0, 1)),
+        ([X[:, ::2], X[:, 1::2], X.clone()], ()),
+        ([X[::2], X[1::2], X[:, 5]], (0, 1, 2)),
+        ([X[:2, 3:], X[2:, :3], X.t()[0]], (1, 2)),
+        ([*X.unbind(1)], ()),
+        ([X[:, :3].view(torch.int32), X[:, 3:]], ()),
+        ([X[:, :3].view(torch.int32), X[:, 2:]], (0, 1)),
+        ([X.view(2, 2, 6)[:, 0], X.view(2, 2, 6)[:, 1]], ()),
     ],
 )
-def test_overlapping(tensors: list[Tensor], found: tuple[int, ...]) -> None:
-    assert overlapping(tensors) == found
+def test_overlaps(tensors: list[Tensor], found: tuple[int, ...]) -> None:
+    def where(t: Tensor) -> Region | None:
+        return region(t, (0, t.untyped_storage().data_ptr())) if t.layout is torch.strided and t.numel() else None
+
+    assert tuple(sorted({i for pair in overlaps([where(t) for t in tensors]) for i in pair})) == found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_overlaps_are_those_of_the_elements(data: st.DataObject) -> None:
+    """Of any two tensors over one memory, unless that would take long to tell: then they may be none."""
+    base = torch.zeros(400, dtype=torch.int16)
+
+    def any_tensor() -> Tensor:
+        size = data.draw(st.lists(st.integers(1, 4), max_size=3))
+        strides = [data.draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 12, 20])) for _ in size]
+        return base.as_strided(size, strides, data.draw(st.integers(0, 30)))
+
+    one, other = any_tensor(), any_tensor()
+    found = list(overlaps([region(one, (0, 0)), region(other, (0, 0))]))
+    base.index_fill_(0, _elements(one, base), 1)
+    really = bool(other.any())
+    assert found or not really
+    dense = all(own == tuple(sorted(own, reverse=True)) for own in (one.stride(), other.stride()))
+    if one.stride() == other.stride() and dense and _is_nested(one) and _is_nested(other):
+        assert bool(found) is really
+
+
+def _elements(t: Tensor, base: Tensor) -> Tensor:
+    return torch.arange(len(base)).as_strided(t.shape, t.stride(), t.storage_offset()).flatten()
+
+
+def _is_nested(t: Tensor) -> bool:
+    """Whether each dimension steps over all of the next one, as in a view of a contiguous tensor."""
+    return all(outer >= n * inner > 0 for outer, n, inner in zip(t.stride(), t.shape[1:], t.stride()[1:]))
+
+
+def test_which_tensors_later_stages_take_too() -> None:
+    a, b, c = torch.zeros(3, 1)
+    own = ((a, b), {"mask": [c, 3], "again": a})
+    assert taken_later(own, []) == ()
+    found = taken_later(own, [({"x": a}, 2), ([c, a], 1)])
+    assert [(id(t), s) for t, s in found] == [(id(a), 2), (id(c), 1), (id(a), 2)]
 
 
 class Views(nn.Module):
@@ -62,10 +114,15 @@ def model(make: Callable[[Tensor], tuple[Tensor, Tensor]], writes: bool) -> nn.S
     return nn.Sequential(Views(make), Adds(writes)).double()
 
 
+def _apart(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h[:, :8], h[:, 8:]
+
+
 MAKE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "a view and its base": lambda h: (h.view(-1, 2, 4), h),
     "a copy": lambda h: (h.clone(), h),
     "apart": lambda h: (h[:, :8], h.clone()),
+    "interleaved": lambda h: _apart(torch.cat([h, h.tanh()], 1)),
 }
 
 
@@ -74,7 +131,7 @@ def test_views_that_are_only_read_are_as_in_one_process(name: str) -> None:
     train_beside(model(MAKE[name], writes=False), batches(), stages=2, split=[1, 1]).close()
 
 
-@pytest.mark.parametrize("name", ["a copy", "apart"])
+@pytest.mark.parametrize("name", ["a copy", "apart", "interleaved"])
 def test_a_write_into_memory_of_its_own_is_as_in_one_process(name: str) -> None:
     train_beside(model(MAKE[name], writes=True), batches(), stages=2, split=[1, 1]).close()
 

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -662,7 +663,7 @@ ALIASES: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="stages between forget aliases"))])
+@pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", ALIASES)
 def test_a_write_into_one_of_two_views_is_refused_on_any_later_stage(name: str, stages: int, schedule: str) -> None:
     """Also where a stage between has only handed them on."""
@@ -671,6 +672,55 @@ def test_a_write_into_one_of_two_views_is_refused_on_any_later_stage(name: str, 
     how: dict[str, Any] = {"stages": stages, "split": [1] * stages, "micro_batches": 4, "schedule": schedule}
     with pipe.Engine(m, sgd(m), nn.MSELoss(), **how) as engine, pytest.raises(StageError, match="writes in place into its input"):
         engine.train_step(x, target=y)
+
+
+APART: dict[str, tuple[Make, Make]] = {
+    "columns": (lambda h: (h[:, :4], h[:, 4:]), lambda v: torch.cat([v[0].mul_(2.0), v[1]], 1)),
+    "every second": (lambda h: [h[:, ::2], h[:, 1::2]], lambda v: torch.cat([v[0], v[1].exp_()], 1)),
+    "heads": (lambda h: h.view(-1, 2, 4).unbind(1), lambda v: torch.cat([v[0].tanh_(), v[1].mul_(3.0)], 1)),
+    "heads of one projection": (
+        lambda h: h.view(-1, 2, 2, 2).permute(2, 0, 1, 3),
+        lambda v: (v[0].mul_(2.0) + v[1]).flatten(1).repeat(1, 2),
+    ),
+}
+
+
+@HOW
+@pytest.mark.parametrize("name", APART)
+def test_a_write_into_one_of_two_that_have_no_element_in_common(name: str, stages: int, schedule: str) -> None:
+    crosses(*APART[name], stages, schedule)
+
+
+class Drops(nn.Module):
+    """Hands on the second of two views, and what it made of the first."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return value[0].exp(), value[1]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_write_into_a_view_whose_twin_stayed_behind(stages: int) -> None:
+    torch.manual_seed(0)
+    between = [Passes() for _ in range(stages - 3)]
+    m = nn.Sequential(Makes(lambda h: (h * 1.0, h.view(2, -1, 8).flatten(0, 1))), *between, Drops(), Takes(lambda v: v[0] + v[1].mul_(2.0)))
+    train_beside(m.double(), batches(steps=2), stages=stages, split=[1] * stages).close()
+
+
+class Looks(nn.Module):
+    """Hands on views of what it got."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"row": value[0][0], "all": value[1].view(-1)}
+
+
+def test_views_that_a_stage_between_makes_are_known_by_where_they_lie() -> None:
+    m = nn.Sequential(Makes(lambda h: (h, h[1:])), Looks(), Takes(lambda v: v["all"].mul_(2.0).view(-1, 8).sum(0) + v["row"])).double()
+    x, y = batches(steps=1)[0]
+    train_beside(m, [(x, y[:1].expand(8, 3))], micro_batches=2, loss_fn=lambda out, target: F.mse_loss(out, target[0]), stages=3).close()
+    m[0].make = lambda h: (h, h[:2])  # the row is in both
+    with pipe.Engine(m, sgd(m), lambda out, target: F.mse_loss(out, target[0]), stages=3, split=[1, 1, 1], micro_batches=2) as engine:
+        with pytest.raises(StageError, match="writes in place into its input"):
+            engine.train_step(x, target=y)
 
 
 class Owns(nn.Module):
@@ -702,7 +752,6 @@ def test_a_buffer_or_parameter_that_crosses_is_read(kind: str) -> None:
         train_beside(copy.deepcopy(m), batches(steps=2), stages=len(split), split=split).close()
 
 
-@pytest.mark.xfail(strict=True, reason="a write into another stage's buffer or parameter is lost without a word")
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("kind", ["buffer", "parameter", "frozen"])
 def test_a_write_into_another_stages_buffer_is_kept_or_refused(kind: str, stages: int) -> None:
@@ -719,6 +768,35 @@ def test_a_write_into_another_stages_buffer_is_kept_or_refused(kind: str, stages
             return
         assert found == plain(reference, sgd(reference), x, y, 4, loss_fn)
         same_weights(engine, reference)
+
+
+@pytest.mark.parametrize("use", ["train_step", "predict"])
+@pytest.mark.parametrize("name", ["a row", "transposed", "detached", "buffer", "output"])
+def test_a_write_into_a_view_of_another_stages_weight_is_refused(name: str, use: str) -> None:
+    views: dict[str, Callable[[nn.Linear], Tensor]] = {
+        "a row": lambda linear: linear.weight[0],
+        "transposed": lambda linear: linear.weight.t(),
+        "detached": lambda linear: linear.bias.detach(),
+        "buffer": lambda linear: linear.get_buffer("own")[1:],
+        "output": lambda linear: linear.weight.data,
+    }
+
+    class Gives(Makes):
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x), views[name](self.linear)
+
+    def take(v: Any) -> Tensor:
+        with torch.no_grad():
+            v[1].mul_(0.9)
+        out: Tensor = v[0]
+        return out
+
+    m = nn.Sequential(Gives(lambda h: h), Passes(), Takes(take)).double()
+    m[0].linear.register_buffer("own", torch.ones(4))  # type: ignore[union-attr, operator]
+    x, y = batches(steps=1)[0]
+    with pipe.Engine(m, sgd(m), nn.MSELoss(), stages=3, split=[1, 1, 1], micro_batches=4) as engine:
+        with pytest.raises(StageError, match="is a parameter or buffer of an earlier stage, which would not see it"):
+            engine.train_step(x, target=y) if use == "train_step" else engine.predict(x)
 
 
 class Masks(nn.Module):
@@ -774,7 +852,6 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalCrew, "tell", tell_copies)
 
 
-@pytest.mark.xfail(strict=True, reason="each process has a copy of a keyword argument, so a later stage does not see the write")
 @pytest.mark.usefixtures("_processes")
 def test_a_write_into_a_keyword_argument_reaches_later_processes_or_is_refused() -> None:
     masked_beside(3)
@@ -816,7 +893,6 @@ def test_a_write_into_an_input_of_a_captured_graph() -> None:
     written_input_beside()
 
 
-@pytest.mark.xfail(strict=True, reason="each process has a copy of an input, so a later stage does not see the write")
 @pytest.mark.usefixtures("_processes")
 def test_a_write_into_an_input_of_a_captured_graph_between_processes() -> None:
     written_input_beside()
@@ -954,11 +1030,15 @@ def test_hooks_on_tensors(name: str, stages: int, schedule: str) -> None:
     crosses(*TENSOR_HOOKS[name], stages, schedule)
 
 
-@pytest.mark.xfail(strict=True, reason="a hook on a tensor that came sees this stage's part of the gradient only")
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_hook_on_a_tensor_that_an_earlier_stage_uses_too(stages: int) -> None:
-    """In one process the tensor has one gradient, from both uses, which the hook doubles."""
-    crosses(lambda h: (h, h.tanh()), lambda v: doubled(v[0]) + v[1], stages, "1f1b")
+def test_a_hook_on_a_tensor_that_came_sees_the_part_of_its_own_stage_and_later_ones(stages: int) -> None:
+    """As docs/limits.md has it: where an earlier stage uses the tensor, too, it is as if the hook were on a copy of it."""
+    m = model(lambda h: (h, h.tanh()), lambda v: doubled(v[0]) + v[1], stages)
+    reference = model(lambda h: (h, h.tanh()), lambda v: doubled(v[0].clone()) + v[1], stages)
+    x, y = batches(steps=1)[0]
+    with pipe.Engine(m, sgd(m), nn.MSELoss(), stages=stages, split=[1] * stages, micro_batches=4, strategy="pipeline") as engine:
+        assert engine.train_step(x, target=y) == plain(reference, sgd(reference), x, y, 4, nn.MSELoss())
+        same_weights(engine, reference)
 
 
 # --- attributes ---
@@ -982,7 +1062,25 @@ ATTRIBUTES: dict[str, tuple[Make, Make]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="attributes that were set on a tensor do not cross")
+def described(t: Any) -> Any:
+    """With a tensor that has attributes, itself, a class of this file, and what cannot be pickled."""
+    t.mask, t.itself, t.pair = tagged(t.detach() > 0), t, Pair(t * 2, True)
+    t.lock = threading.Lock()
+    return t
+
+
+def is_described(t: Any) -> Tensor:
+    assert type(t.pair) is Pair
+    assert t.mask.tag == 3.0
+    assert not hasattr(t, "lock")
+    out: Tensor = torch.where(t.mask, t, t.pair.h)
+    return out
+
+
+ATTRIBUTES["of more tensors"] = described, is_described
+ATTRIBUTES["of a tensor that is there twice"] = lambda h: [tagged(h), {"again": h}], lambda v: v[1]["again"] * v[0].tag
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_of_a_tensor_cross_with_it(name: str, stages: int) -> None:
@@ -1018,10 +1116,9 @@ REFUSED: dict[str, tuple[Make, Make]] = {
     "nested": (nested(torch.strided), lambda v: torch.cat(v.unbind())),
     "mkldnn": (lambda h: h.detach().float().to_mkldnn(), lambda v: v.to_dense().double()),
 }
-BAD = pytest.mark.xfail(strict=True, reason="torch's own error, which names neither the tensor nor a remedy")
 
 
-@pytest.mark.parametrize("name", ["jagged", pytest.param("nested", marks=BAD), pytest.param("mkldnn", marks=BAD)])
+@pytest.mark.parametrize("name", REFUSED)
 def test_layouts_that_cannot_cross_are_refused_by_name(name: str) -> None:
     m = model(*REFUSED[name], 2)
     x, y = batches(steps=1)[0]

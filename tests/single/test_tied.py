@@ -251,4 +251,161 @@ def test_what_stages_cannot_share_is_refused() -> None:
     head.weight = nn.Parameter(embedding.weight.data)
     with pytest.raises(PlanError, match=r"two tensors over the same memory"):
         pipe.Engine(nn.Sequential(embedding, head), None, loss, stages=2, split=[1, 1])
-    pipe.Engine(nn.Sequential(embedding, head), None, loss, stages=1).close()
+
+
+class Looks(nn.Module):
+    """A buffer, and another that looks into it."""
+
+    def __init__(self, writes: bool, how: str = "row") -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(4, 4).double(), writes
+        self.table: Tensor
+        self.row: Tensor
+        self.register_buffer("table", torch.rand(3, 4, dtype=torch.float64))
+        self.register_buffer("row", self.table[0] if how == "row" else self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.table.mul_(0.5)
+        out: Tensor = self.linear(x) * self.row.clone()
+        return out
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_buffer_that_looks_into_another_may_not_be_written_to(stages: int) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    model = nn.Sequential(Looks(writes=False), Looks(writes=False))
+    reference = copy.deepcopy(model)
+    options: dict[str, Any] = {"stages": stages, "micro_batches": 2, "strategy": "pipeline"}
+    with pipe.Engine(model, sgd(model.parameters()), nn.MSELoss(), **options) as engine:
+        for _ in range(2):
+            assert engine.train_step(x, target=x) == plain(reference, sgd(reference.parameters()), x, x, 2, nn.MSELoss())
+            engine.load_state_dict(reference.state_dict())
+    model = nn.Sequential(nn.Identity(), Looks(writes=True))
+    engine = pipe.Engine(model, sgd(model.parameters()), nn.MSELoss(), **options)
+    with (
+        pytest.raises(pipe.StageError, match=r"buffer 1\.\w+ was written to, and another buffer looks into its memory.*\.clone\(\)"),
+        engine,
+    ):
+        engine.train_step(x, target=x)
+
+
+MEMORY = r"two tensors over the same memory; .*use one parameter object"
+
+
+class Whole(nn.Module):
+    """No sequence: captured to be cut."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def two_over_one(kind: str) -> nn.Sequential:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    if kind == "parameter":
+        two.weight = nn.Parameter(one.weight.data)
+    elif kind == "row":
+        two.bias = nn.Parameter(one.weight.data[1])
+    elif kind == "buffer":
+        two.register_buffer("kept", one.weight.detach())
+    elif kind == "attribute":
+        two.kept = [{"a": one.weight.data.t()}]  # type: ignore[assignment]
+    elif kind == "of another type":
+        two.register_buffer("bits", one.weight.data.view(torch.int32)[:, 1])
+    return nn.Sequential(one, nn.Tanh(), two)
+
+
+@pytest.mark.parametrize(("stages", "strategy"), [(1, None), (1, "pipeline"), (2, "pipeline"), (1, "ddp")])
+@pytest.mark.parametrize("kind", ["parameter", "row", "buffer", "attribute", "of another type"])
+def test_what_looks_into_a_parameter_is_refused_on_one_stage_too(kind: str, stages: int, strategy: str | None) -> None:
+    """Each stage's copy gives both memory of their own, so a step would move the one and not the other."""
+    model, x = two_over_one(kind), torch.randn(4, 4)
+    with pytest.raises(PlanError, match=MEMORY):
+        pipe.Engine(model, None, nn.MSELoss(), stages=stages, strategy=strategy).forward_backward(x, target=x)
+    with pytest.raises(PlanError, match=MEMORY):
+        pipe.Engine(Whole(model), None, nn.MSELoss(), stages=stages).forward_backward(x, target=x)
+
+
+def interleaved() -> nn.Sequential:
+    """Columns of one memory, in turn: parameters that have no byte in common."""
+    memory = torch.randn(4, 8)
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    one.weight, two.weight = nn.Parameter(memory[:, ::2]), nn.Parameter(memory[:, 1::2])
+    return nn.Sequential(one, nn.Tanh(), two)
+
+
+def spectral() -> nn.Sequential:
+    """Before its first forward the old spectral_norm keeps the weight's own memory as an attribute, which forward computes anew."""
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
+
+
+def one_object() -> nn.Sequential:
+    """A parameter and a buffer in attributes and containers, too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTMCell(4, 4), nn.Linear(4, 4))[:2]
+    model[0].again = [model[0].weight]  # type: ignore[assignment]
+    model[1].mean = model[1].running_mean
+    return model
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("make", [interleaved, spectral, one_object])
+def test_what_has_no_byte_in_common_or_is_one_object_trains(make: Callable[[], nn.Sequential], stages: int) -> None:
+    x = torch.randn(8, 4)
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    reference = make()
+    with pipe.Engine(model, sgd(model.parameters()), nn.MSELoss(), stages=stages, micro_batches=2, strategy="pipeline") as engine:
+        assert engine.train_step(x, target=x) == plain(reference, sgd(reference.parameters()), x, x, 2, nn.MSELoss())
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_on_several_stages_are_refused(how: str) -> None:
+    """Each stage's copy would give its hook a part of the gradient."""
+    model = language_model()
+    getattr(model[0].weight, how)(lambda gradient: None)
+    with pytest.raises(PlanError, match=r"0\.weight has hooks on its gradient, which is the sum of those of stages 0, 1.*split="):
+        pipe.Engine(model, sgd(model.parameters()), loss, stages=2, split=[2, 3], strategy="pipeline")
+    with pipe.Engine(model, sgd(model.parameters()), loss, stages=1, strategy="pipeline") as engine:
+        (x, y), *_ = tokens()
+        assert engine.train_step(x, target=y) > 0
+
+
+class Decays(nn.Linear):
+    """Writes into its weight in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["max_norm", "a write in the head"])
+def test_a_weight_on_several_stages_that_forward_writes_is_refused(kind: str) -> None:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(20, 8, max_norm=0.5 if kind == "max_norm" else None).double()
+    head = (nn.Linear if kind == "max_norm" else Decays)(8, 20, bias=False).double()
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Tanh(), head)
+    text = r"this stage writes in place into a tied weight of shape \(20, 8\), which other stages hold a copy of.*split="
+    for use in ("train_step", "predict"):
+        engine = pipe.Engine(model, sgd(model.parameters()), loss, stages=2, split=[1, 2], micro_batches=2)
+        (x, y), *_ = tokens()
+        with pytest.raises(pipe.StageError, match=text), engine:
+            engine.train_step(x, target=y) if use == "train_step" else engine.predict(x)
+
+
+def test_a_weight_on_one_stage_may_be_written_to() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8, max_norm=0.5), nn.Tanh(), Decays(8, 20)).double()
+    reference = copy.deepcopy(model)
+    own = sgd(reference.parameters())
+    with pipe.Engine(model, sgd(model.parameters()), loss, stages=2, split=[1, 2], micro_batches=1, strategy="pipeline") as engine:
+        for x, y in tokens(3):
+            assert engine.train_step(x, target=y) == plain(reference, own, x, y, 1, loss)  # type: ignore[arg-type]
+            assert all(torch.equal(value, engine.state_dict()[name]) for name, value in reference.state_dict().items())
