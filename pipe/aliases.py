@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipe.action import Route
 from pipe.errors import PlanError
+from pipe.partition.ties import has_memory
 
 if TYPE_CHECKING:
     from pipe.bundle import Bundle
@@ -128,8 +129,7 @@ def taken_later(given: Any, later: Sequence[tuple[Any, int]]) -> Shared:
 
 def copied(value: Any) -> Any:
     """The value with tensors of its own; one that is there twice is one again."""
-    with torch.inference_mode(False):  # a tensor made in it does not tell when it is written to
-        return _mapped(value, Tensor.clone)
+    return _mapped(value, Tensor.clone)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -182,7 +182,7 @@ class Writes:
                 self._watch(t, _INPUT, _OWNED if at.until == ALWAYS else _SHARED)
             elif taken:
                 self._watch(t, _INPUT, _TAKEN)
-            if (at is not None or taken) and _has_memory(t):
+            if (at is not None or taken) and has_memory(t):
                 until = max(at.until if at is not None else -1, last if taken else -1)
                 name, shift = ((self._stage, next(self._numbers)), 0) if at is None else (at.memory, at.begin - t.data_ptr())
                 self._memories[t.untyped_storage().data_ptr()] = _Memory(name, shift, until)
@@ -208,7 +208,11 @@ class Writes:
         Args:
             given: for each route from this stage, the tensors that go there.
         """
-        found = iter(self._given([t for tensors in given for t in tensors], [route[-1] for route, ts in zip(routes, given) for _ in ts]))
+        tensors = [t for own in given for t in own]
+        weights = self._weights(tensors)
+        if len(tensors) < 2 and not weights and not self._memories:  # the fast path
+            return bundles
+        found = iter(self._given(tensors, [route[-1] for route, own in zip(routes, given) for _ in own], weights))
         aliases = [tuple((i, at) for i, at in enumerate(itertools.islice(found, len(ts))) if at is not None) for ts in given]
         if not any(aliases):
             return bundles
@@ -218,31 +222,30 @@ class Writes:
             for s, bundle in bundles.items()
         }
 
-    def _given(self, tensors: Sequence[Tensor], last: Sequence[int]) -> list[Region | None]:
+    def _given(self, tensors: Sequence[Tensor], last: Sequence[int], weights: set[int]) -> list[Region | None]:
         """Where each tensor lies that must not be written to up to some later stage; `last`: the last stage that takes it."""
-        own = self._own(tensors)
-        found = [self._region(t, own) for t in tensors]
+        found = [self._region(t, weights) for t in tensors]
         until = [-1 if at is None else at.until for at in found]
         for i, j in overlaps(found):
             until[i], until[j] = max(until[i], last[j]), max(until[j], last[i])  # [1]
         return [replace(at, until=end) if at is not None and end > self._stage else None for at, end in zip(found, until)]
 
-    def _region(self, t: Tensor, own: set[int]) -> Region | None:
-        if not _has_memory(t):
+    def _region(self, t: Tensor, weights: set[int]) -> Region | None:
+        if not has_memory(t):
             return None
         storage = t.untyped_storage().data_ptr()
         memory = self._memories.get(storage)
         if memory is None:
-            until = ALWAYS if storage in own else -1  # [2]
+            until = ALWAYS if storage in weights else -1  # [2]
             memory = self._memories[storage] = _Memory((self._stage, next(self._numbers)), until=until)
         return region(t, memory.name, memory.shift, memory.until)
 
-    def _own(self, tensors: Sequence[Tensor]) -> set[int]:
+    def _weights(self, tensors: Sequence[Tensor]) -> set[int]:
         """The addresses of the module's buffers, and of its parameters where a tensor may look into one."""
         if self._module is None:
             return set()
-        weights = itertools.chain(self._module.buffers(), self._module.parameters() if any(map(_may_be_weight, tensors)) else ())
-        return {t.untyped_storage().data_ptr() for t in weights if _has_memory(t)}
+        found = itertools.chain(self._module.buffers(), self._module.parameters() if any(map(_may_be_weight, tensors)) else ())
+        return {t.untyped_storage().data_ptr() for t in found if has_memory(t)}
 
     def _watch(self, t: Tensor, what: str, why: str) -> None:
         self._seen.append((t, _version(t), what, why))
@@ -250,11 +253,6 @@ class Writes:
 
 def _may_be_weight(t: Tensor) -> bool:
     return t.grad_fn is None or t._is_view()
-
-
-def _has_memory(t: Tensor) -> bool:
-    has_data = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and not t.is_meta and not t.is_nested
-    return has_data and t.layout is torch.strided and t.numel() > 0
 
 
 def _version(t: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import State, capture, mode
+from pipe.partition.capture import HOOKED, State, capture, has_hooks, mode
 from pipe.partition.deferred import on_meta
 from pipe.partition.exported import Exported, export
 from pipe.partition.graph import GraphLayers
@@ -43,10 +43,12 @@ def why_not(model: nn.Module, stages: int) -> str:
     """Why the module cannot be cut into stages, as far as that shows without a batch, given only what its forward must have; else empty."""
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if has_hooks(model):
+        return f"{type(model).__name__} {HOOKED}"
     try:
         nodes = sum(node.op not in ("placeholder", "output", "get_attr") for node in capture(model, needed, {}).nodes) if needed else stages
-    except PlanError as error:
-        return str(error)
+    except PlanError:
+        return ""  # what cannot be traced may be exported, with a batch
     return "" if nodes >= stages else f"its forward is a graph of {nodes} node{'s' * (nodes != 1)}, fewer than the stages"
 
 
@@ -86,12 +88,19 @@ class Captured:
                     "it alike, or make an engine for each kind"
                 )
 
+    def check_sizes(self, given: Mapping[str, Any]) -> None:
+        """Refuses a micro-batch of another size where the graph holds for one only.
+
+        Raises:
+            PlanError: names the first argument that differs.
+        """
         for name, sizes in self._sizes.items():
             for dim, size in sizes.items():
                 if given[name].shape[dim] != size:
                     raise PlanError(
-                        f"argument {name!r} has the shape {tuple(given[name].shape)}, and the model was captured with {size} in dimension {dim}, "
-                        "which its code fixes, or which was 1 at first: pass example=((x,), {}) with other sizes, or keep that one"
+                        f"argument {name!r} of a micro-batch has the shape {tuple(given[name].shape)}, and the model was captured with {size} "
+                        f"in dimension {dim}, which its code fixes, or which was 1 at first: pass example=((x,), {{}}) with other sizes, or "
+                        "keep to it"
                     )
 
     def _kind(self, values: Mapping[str, Any], name: str) -> str:
@@ -141,7 +150,12 @@ def _compare(model: nn.Module, found: Exported, tensors: Mapping[str, Any]) -> N
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), dict(tensors))
     model.eval()
+    torch.manual_seed(0)  # the caller has forked the generator
+    state = State(model)
     want = pytree.tree_leaves(model(**copy.deepcopy(given), **found.fixed))
+    if (changed := state.restore()) and found.root is not model:  # what torch.fx cannot follow it keeps whole
+        raise PlanError(f"{min(changed) or type(model).__name__} assigns to attributes in its forward, which a graph does not do")
+    torch.manual_seed(0)
     with mode(found.root, False):
         got = pytree.tree_leaves(fx.GraphModule(found.root, found.graph).eval()(**given))
     if len(want) != len(got) or not all(_equal(one, other) for one, other in zip(want, got)):

@@ -296,6 +296,9 @@ class Controller:
         self.settle()  # cut meanwhile
         self.ready()
         self._follow_user(asked.trains)
+        if self.assembly.captures and self._model.captured is not None:
+            for piece in batch.pieces:
+                self._model.captured.check_sizes(piece.kwargs)
         self._judge(batch)
         if asked.zero:
             self._zeroed()

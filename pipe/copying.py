@@ -11,13 +11,14 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipe import pickler
 from pipe.culprit import culprit
@@ -104,6 +105,13 @@ class _Dumper(pickler.Pickler):
             return _rebuild, (type(value), held, value.requires_grad and value.is_leaf, dict(vars(value)))
         if isinstance(value, Tensor) and not value.is_leaf:
             return _same, (value.detach(),)
+        if isinstance(value, torch._ops.OpOverload):
+            return _operator, (value._schema.name, value._overloadname)
+        if isinstance(value, torch._ops.HigherOrderOperator):
+            return getattr, (torch.ops.higher_order, value._name)
+        if isinstance(value, fx.GraphModule):  # torch.fx would trace it anew, as if its nodes were a user's forward
+            state = {key: kept for key, kept in vars(value).items() if key not in ("_graph", "_code")}
+            return _graph_module, (_nodes(value.graph), state)
         if isinstance(value, nn.Module) and nn.utils.parametrize.is_parametrized(value):  # its __getstate__ raises
             return object.__new__, (type(value),), vars(value), None, None, _set_vars
         return super().reducer_override(value)
@@ -122,6 +130,39 @@ def _rebuild(kind: type, held: tuple[Any, ...], requires_grad: bool, attributes:
     t = nn.Parameter(t, requires_grad) if kind is nn.Parameter else t.requires_grad_(requires_grad)
     vars(t).update(attributes)
     return t
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A node among the arguments of another."""
+
+    name: str
+
+
+def _nodes(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """A graph as plain data."""
+
+    def refer(leaf: Any) -> Any:
+        return _Ref(leaf.name) if isinstance(leaf, fx.Node) else leaf
+
+    return [(node.op, node.name, node.target, *fx.node.map_aggregate((node.args, dict(node.kwargs)), refer)) for node in graph.nodes]
+
+
+def _graph_module(nodes: list[tuple[Any, ...]], state: dict[str, Any]) -> fx.GraphModule:
+    """The inverse, with what else the module holds."""
+    graph, made = fx.Graph(), dict[str, fx.Node]()
+    for op, name, target, *arguments in nodes:
+        args, kwargs = fx.node.map_aggregate(tuple(arguments), lambda leaf: made[leaf.name] if isinstance(leaf, _Ref) else leaf)
+        made[name] = graph.create_node(op, target, args, dict(kwargs), name)
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    vars(module).update(state)
+    module.graph = graph
+    return module
+
+
+def _operator(name: str, overload: str) -> Any:
+    namespace, _, own = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), own), overload)
 
 
 def _same(value: Any) -> Any:

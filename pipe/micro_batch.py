@@ -51,14 +51,32 @@ class Batch:
     needs_grad: tuple[str, ...] = ()
     output_dim: int = 0
     dim_of_shape: Mapping[torch.Size, int] = field(default_factory=dict)
+    listed: tuple[str, int] | None = None  # the argument and length of a list of tensors, if nothing beside it has the batch's size
 
     def merge(self, outputs: Sequence[Any]) -> Any:
         """`merge` along this batch's own dimensions.
 
         Where `batch_dim` names several, an output takes that of the input of its shape (the states of an RNN), else
         that of the first input.
+
+        Raises:
+            BatchError: the outputs tell that a list of tensors was not to be cut in each: it has one a sample.
         """
+        if self.listed is not None and all(self._is_one_a_sample(output, rows) for output, rows in zip(outputs, self.sizes)):
+            name, length = self.listed
+            raise BatchError(
+                f"{name!r} is a list of {length} tensors that were cut into {', '.join(map(str, self.sizes))} rows, and the model gives "
+                f"{length} results for each part: a list of samples, such as images, cannot be cut like a batch; torch.stack them, or "
+                f"pass batch_dim={{{name!r}: None}} to give the list whole, or {{{name!r}: {self.output_dim}}} if it was meant so"
+            )
         return merge_along(outputs, self.sizes, self.output_dim, self.dim_of_shape)
+
+    def _is_one_a_sample(self, output: Any, rows: int) -> bool:
+        """Whether an output has as many results as the list has tensors, and not as many as its micro-batch has rows."""
+        assert self.listed is not None
+        if isinstance(output, Tensor):
+            return -output.dim() <= self.output_dim < output.dim() and output.shape[self.output_dim] == self.listed[1] != rows
+        return isinstance(output, (list, tuple)) and len(output) == self.listed[1]
 
 
 @dataclass(frozen=True)
@@ -100,8 +118,8 @@ def cut(
         names: forward's parameters in order, which gives positional arguments their names; one beyond is "args[2]".
 
     Raises:
-        BatchError: a tensor that neither has the batch's size nor goes whole; an ambiguous square, or list of samples; an
-            object that cannot be cut although it holds tensors or has the batch's length.
+        BatchError: a tensor that neither has the batch's size nor goes whole; an ambiguous square; an object that
+            cannot be cut although it holds tensors or has the batch's length.
     """
     if pieces < 1:
         raise BatchError(f"pieces is {pieces}; a batch has at least one micro-batch: pass micro_batches=1 or more")
@@ -110,13 +128,13 @@ def cut(
     first, rows = _first(inputs)
     why_whole = _why_whole(first, rows, inputs)
     if pieces > 1 and first is not None and why_whole is None:
-        _check_list([*inputs, wanted], rows, first)
         _check([*inputs, wanted], rows, first.name)
     number = 1 if why_whole else min(pieces, rows)
     sizes = tuple(rows // number + (m < rows % number) for m in range(number))
     made = [_piece(args, kwargs, inputs, wanted, _Rows(rows, sum(sizes[:m]), sizes[m])) for m in range(number)]
     needs_grad = tuple(a.name for a in [*inputs, wanted] if any(t.requires_grad for t in a.tensors()))
-    return Batch(rows, sizes, tuple(made), why_whole, needs_grad, *_output_dims(inputs, first, rows, sizes[0]))
+    dims = _output_dims(inputs, first, rows, sizes[0])
+    return Batch(rows, sizes, tuple(made), why_whole, needs_grad, *dims, _listed([*inputs, wanted], rows, first) if number > 1 else None)
 
 
 def count_rows(args: Sequence[Any], kwargs: Mapping[str, Any], *, batch_dim: BatchDim = 0, names: Sequence[str] = ()) -> int:
@@ -188,21 +206,15 @@ def _check(arguments: list[_Argument], rows: int, first: str) -> None:
                 _check_object(argument, leaf, rows)
 
 
-def _check_list(arguments: list[_Argument], rows: int, first: _Argument) -> None:
-    """Raises for a list of tensors that may be one a sample (images), where nothing beside it has the rows of its tensors."""
-    if first.said:
-        return
+def _listed(arguments: list[_Argument], rows: int, first: _Argument | None) -> tuple[str, int] | None:
+    """The argument and the length of the list of tensors that alone says how many rows there are: it may be one tensor a sample."""
+    if first is None or first.said:
+        return None
     leaves = [(a, leaf) for a in arguments if a.dim is not None for leaf in pytree.tree_leaves(a.value, is_leaf=_is_list_of_tensors)]
     if any(isinstance(leaf, Tensor) and _rows(leaf, a.dim) == rows for a, leaf in leaves):
-        return
+        return None
     lists = [leaf for a, leaf in leaves if a is first and _is_list_of_tensors(leaf)]
-    held = next(each for each in lists if any(_rows(t, first.dim) == rows for t in each))
-    name = repr(first.name)
-    raise BatchError(
-        f"{name} holds a list of {len(held)} tensors, and nothing beside it has their {rows} rows: it is ambiguous, a tensor a sample or a "
-        f"row a sample; pass batch_dim={{{name}: {first.dim}}} to cut each tensor, batch_dim={{{name}: None}} to give it whole to every "
-        f"micro-batch, or torch.stack the samples to one tensor"
-    )
+    return first.name, len(next(each for each in lists if any(_rows(t, first.dim) == rows for t in each)))
 
 
 def _is_list_of_tensors(node: Any) -> bool:

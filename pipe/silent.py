@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import torch.nn.functional as F
@@ -60,8 +61,13 @@ def draws(module: nn.Module) -> bool:
     By exact type: a user's class, a subclass, a hook, a `forward` of its own may do anything. A compiled module is what is in it.
     """
     loud = next((each for each in module.modules() if not _is_silent(each)), None)
-    if loud is not None and any(_is_compiled(each) for each in module.modules()):
-        _say(type(loud).__name__)
+    if any(_is_compiled(each) for each in module.modules()):
+        if loud is not None:
+            _say(type(loud).__name__)
+        else:  # dynamo looks at .grad of what enters; it hides the warning by a means that threads share, and that "error" beats
+            warnings.filterwarnings(
+                "ignore", r"The \.grad attribute of a Tensor that is not a leaf", module=r"torch\.(_dynamo|_subclasses)"
+            )
     return loud is not None
 
 

@@ -231,7 +231,7 @@ class _Unframe(pickle.Unpickler):
         if isinstance(pid, int):
             return self._tensors[pid]
         number, kind, attributes = pid
-        tensor = self._tensors[number]
+        tensor: Tensor = self._tensors[number]
         if kind not in _PLAIN:
             tensor = self._tensors[number] = tensor.as_subclass(kind)
         vars(tensor).update(attributes)

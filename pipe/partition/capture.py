@@ -23,8 +23,10 @@ from torch import fx, nn
 from pipe.errors import PlanError
 from pipe.follower import Follower
 
+_DATA = (int, float, str, bytes, set, frozenset, torch.dtype, torch.device)
 _ROUNDS = 50  # each keeps at least one more module whole
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKED = "has hooks on the whole model, which would belong to no stage (hooks on its modules are kept)"
 _DRAWS = ("dropout", "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rrelu", "poisson", "gumbel_softmax")
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor", "as_tensor", "rand", "randn", "randint", "randperm")
 _CONSTANT = "_tensor_constant"  # what fx calls a tensor that is neither a parameter nor a buffer
@@ -41,10 +43,8 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
     Raises:
         PlanError: it cannot be captured; says which module, and why.
     """
-    if any(not isinstance(hook, Follower) for hooks in HOOKS for hook in getattr(model, hooks, {}).values()):
-        raise PlanError(
-            f"{type(model).__name__} has hooks on the whole model, which would belong to no stage (hooks on its modules are kept)"
-        )
+    if has_hooks(model):
+        raise PlanError(f"{type(model).__name__} {HOOKED}")
     constants = {**_defaults(model, {*given, *fixed}), **fixed}
     whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in HOOKS)}
     for _ in range(_ROUNDS):
@@ -77,6 +77,11 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
             )
         whole |= differ
     raise PlanError(f"{type(model).__name__} changes with every trace")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether it has hooks of the user's."""
+    return any(not isinstance(hook, Follower) for hooks in HOOKS for hook in getattr(module, hooks, {}).values())
 
 
 class _Tracer(fx.Tracer):
@@ -148,10 +153,12 @@ def mode(model: nn.Module, train: bool) -> Iterator[None]:
 
 
 class State:
-    """The attributes of all modules: a forward may assign to them."""
+    """The attributes of all modules, and what lists, dicts and sets among them hold: a forward may assign or add to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [(name, module, self._look(module)) for name, module in model.named_modules()]
+        held = [(name, value) for name, module in model.named_modules() for key, value in vars(module).items() if not key.startswith("_")]
+        self._held = [(name, value, type(value)(value)) for name, value in held if type(value) in (list, dict, set)]
 
     def restore(self) -> set[str]:
         """Puts back what was assigned since; gives the names of the modules where that was."""
@@ -160,16 +167,34 @@ class State:
             for key in [key for key in vars(module) if key.startswith(_CONSTANT) and key not in kept[0]]:
                 del vars(module)[key]  # fx puts it there
             now = self._look(module)
-            if any(set(own) != set(was) or any(own[key] is not was[key] for key in was) for own, was in zip(now, kept)):
+            if any(set(own) != set(was) or any(not _unchanged(own[key], was[key]) for key in was) for own, was in zip(now, kept)):
                 changed.add(name)
                 for own, was in zip((vars(module), module._parameters, module._buffers, module._modules), kept):
                     own.clear()
                     own.update(was)
+        for name, value, held in self._held:
+            if not _unchanged(value, held):
+                changed.add(name)
+                value.clear()
+                value.extend(held) if isinstance(value, list) else value.update(held)
         return changed
 
     @staticmethod
     def _look(module: nn.Module) -> tuple[dict[str, Any], ...]:
         return dict(vars(module)), dict(module._parameters), dict(module._buffers), dict(module._modules)
+
+
+def _unchanged(now: Any, before: Any) -> bool:
+    """The same object, or equal data of the same objects."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if type(now) in (list, tuple):
+        return len(now) == len(before) and all(map(_unchanged, now, before))
+    if type(now) is dict:
+        return list(now) == list(before) and all(map(_unchanged, now.values(), before.values()))
+    return type(now) in _DATA and bool(now == before)
 
 
 def _context() -> tuple[Any, ...]:

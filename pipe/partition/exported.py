@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.follower import Follower
-from pipe.partition.capture import HOOKS, State, mode
+from pipe.partition.capture import State, has_hooks, mode
 
 _SAME = ("aten.contiguous.default", "aten.alias.default")  # their value is their input's
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range_for_size.default")
@@ -134,14 +134,7 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 
 def _check(model: nn.Module, given: Mapping[str, Any]) -> None:
-    hooked = next(
-        (
-            name or type(model).__name__
-            for name, module in model.named_modules()
-            if any(not isinstance(hook, Follower) for hooks in HOOKS for hook in getattr(module, hooks, {}).values())
-        ),
-        None,
-    )
+    hooked = next((name or type(model).__name__ for name, module in model.named_modules() if has_hooks(module)), None)
     if hooked is not None:
         raise PlanError(f"{hooked} has hooks, which torch.export does not keep")
     for name, value in given.items():
@@ -167,7 +160,9 @@ def _export(model: nn.Module, train: bool, given: Mapping[str, Any], fixed: Mapp
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise PlanError(f"torch.export refuses it ({type(error).__name__}: {first[:160]})") from error
     finally:
-        state.restore()
+        changed = state.restore()
+        if changed:  # also what an error of torch's would hide
+            raise PlanError(f"{min(changed) or type(model).__name__} assigns to attributes in its forward, which a graph does not do")
 
 
 def _plain(program: ExportedProgram, model: nn.Module) -> fx.GraphModule:
@@ -216,7 +211,7 @@ def _name_all(node: fx.Node) -> None:
     if any(argument.name == "self" for argument in arguments[1:]):
         return
     given = dict(zip((argument.name for argument in arguments), node.args)) | node.kwargs
-    named = {a.name: given[a.name] if a.name in given else a.default_value for a in arguments if a.name in given or a.has_default_value()}
+    named = {a.name: given.get(a.name, a.default_value) for a in arguments if a.name in given or a.has_default_value()}
     positional = [a.name for a in arguments if not a.kwarg_only and a.name in named]
     node.args = tuple(named.pop(name) for name in positional)
     node.kwargs = named
@@ -233,7 +228,7 @@ def _sizes(module: fx.GraphModule, names: Sequence[str]) -> dict[str, dict[int, 
     found = {}
     for name, node in zip(names, (node for node in module.graph.nodes if node.op == "placeholder")):
         value = node.meta.get("val")
-        found[name] = {i: n for i, n in enumerate(value.shape) if isinstance(n, int)} if isinstance(value, Tensor) else {}
+        found[name] = {i: int(n) for i, n in enumerate(value.shape) if is_concrete_int(n)} if isinstance(value, Tensor) else {}
     return found
 
 

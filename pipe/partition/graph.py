@@ -133,9 +133,7 @@ class GraphLayers:
         begin = sum(counts[:s])
         return self._module(graph, env, begin, begin + counts[s], [node for (_, node), route in crossing if route[0] == s])
 
-    def _module(
-        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], begin: int, end: int, outputs: Sequence[fx.Node]
-    ) -> fx.GraphModule:
+    def _module(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], begin: int, end: int, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         """Nodes begin to end behind the values in `env`; gives the outputs, one as it is, several as a tuple, or the model's output."""
         last = end == len(self)
         used = [node for step in [*self._nodes[begin:end], *([self._output] if last else [])] for node in step.all_input_nodes]

@@ -106,7 +106,7 @@ def _over_one_memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[tupl
     """The pairs of tensors that have a byte in common and are not one object."""
     by_storage: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
     for name, t in {id(t): (name, t) for name, t in reversed(list(named))}.values():
-        if _has_memory(t):
+        if has_memory(t):
             end = t.data_ptr() + t.element_size() * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())))
             by_storage[t.untyped_storage().data_ptr()].append((t.data_ptr(), end, name, t))
     for spans in by_storage.values():
@@ -131,7 +131,8 @@ def _touch(t: Tensor, u: Tensor) -> bool:
     return bool(own(u).any())
 
 
-def _has_memory(t: Tensor) -> bool:
+def has_memory(t: Tensor) -> bool:
+    """Whether it has elements, at addresses that its strides tell."""
     has_data = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and not t.is_meta and not t.is_nested
     return has_data and t.layout is torch.strided and t.numel() > 0
 

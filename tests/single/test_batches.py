@@ -516,6 +516,77 @@ def test_what_says_nothing_of_the_batch_goes_to_every_micro_batch(name: str) -> 
     beside([Expects().double(), Expects().double()], [Call((x,), y, {"info": CAN[name]})], stages=2).close()
 
 
+# --- lists of tensors ---
+
+
+class Images(nn.Module):
+    """Takes images, one a sample, and gives for each what it holds; normalising makes three channels of one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv = kind, nn.Conv2d(3, 2, 1)
+
+    def forward(self, images: Any, scale: Tensor | None = None) -> Any:
+        images = images["in"] if isinstance(images, dict) else images
+        out = self.conv(torch.stack([image - torch.ones(3, 1, 1) for image in images]))
+        return [{"mean": each.mean((1, 2))} for each in out] if self.kind == "detection" else out.mean((2, 3))
+
+
+LIST = r"'images' is a list of 8 tensors that were cut into 1, 1, 1 rows, .*torch\.stack.*{'images': None}.*{'images': 0}"
+
+
+@pytest.mark.parametrize("kind", ["detection", "classification"])
+def test_a_list_of_images_is_refused_and_goes_whole_if_asked(kind: str) -> None:
+    """It has been cut by channel."""
+    images, model = [torch.randn(3, 4, 4) for _ in range(8)], Images(kind)
+    for args, kwargs in [((images,), {}), ((), {"images": images}), ((images, torch.tensor(2.0)), {}), ((), {"images": {"in": images}})]:
+        with pipe.Engine(model, None, nn.MSELoss(), stages=1, micro_batches=3) as engine, pytest.raises(BatchError, match=LIST):
+            engine.predict(*args, **kwargs)
+    with pipe.Engine(model, None, nn.MSELoss(), stages=1, micro_batches=3, batch_dim={"images": None}) as engine, torch.no_grad():
+        want, found = model(images), engine.predict(images)
+        assert len(found) == 8
+        assert all(torch.equal(a["mean"], b["mean"]) if kind == "detection" else torch.equal(a, b) for a, b in zip(found, want))
+    with pipe.Engine(model, None, nn.MSELoss(), stages=1, micro_batches=1) as engine:  # nothing to cut
+        assert len(engine.predict(images)) == 8
+
+
+class Features(nn.Module):
+    """Takes features of the batch, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        out: Tensor = self.linear(features[0] * features[1])
+        return out
+
+
+@HOW
+def test_a_list_of_tensors_is_cut_in_each(stages: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = [Features().double(), nn.Tanh(), nn.Linear(6, 6).double(), nn.Linear(6, 3).double()]
+    a, b, y = torch.randn(8, 6).double(), torch.randn(8, 6).double(), torch.randn(8, 3).double()
+    for rows in (8, 7, 6):
+        with beside(model, [Call(([a[:rows], b[:rows]],), y[:rows], rows=rows)], stages=stages, schedule=schedule) as engine:
+            assert engine.predict([a[:rows], b[:rows]]).shape == (rows, 3)
+
+
+class Each(nn.Module):
+    """From features in a list to features in a list."""
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        return [feature * 2 for feature in features]
+
+
+def test_a_list_for_a_list_is_refused_unless_batch_dim_says_where_it_is_cut() -> None:
+    features = [torch.randn(8, 6), torch.randn(8, 2)]
+    with pipe.Engine(Each(), None, nn.MSELoss(), stages=1, micro_batches=3) as engine, pytest.raises(BatchError, match="of 2 tensors"):
+        engine.predict(features)
+    with pipe.Engine(Each(), None, nn.MSELoss(), stages=1, micro_batches=3, batch_dim={"features": 0}) as engine:
+        assert all(torch.equal(found, feature * 2) for found, feature in zip(engine.predict(features), features))
+
+
 # --- squares ---
 
 

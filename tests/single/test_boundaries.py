@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import pipe
 from pipe.crew import LocalCrew
 from pipe.errors import StageError
-from tests.single.steps import batches, same_weights, sgd, train_beside
+from tests.single.steps import batches, same_tensor, same_weights, sgd, train_beside
 from tests.suites.numbers import plain
 
 HOW = pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (2, "1f1b"), (3, "1f1b"), (4, "gpipe")], ids=str)
@@ -677,7 +676,7 @@ def test_a_write_into_one_of_two_views_is_refused_on_any_later_stage(name: str, 
 APART: dict[str, tuple[Make, Make]] = {
     "columns": (lambda h: (h[:, :4], h[:, 4:]), lambda v: torch.cat([v[0].mul_(2.0), v[1]], 1)),
     "every second": (lambda h: [h[:, ::2], h[:, 1::2]], lambda v: torch.cat([v[0], v[1].exp_()], 1)),
-    "heads": (lambda h: h.view(-1, 2, 4).unbind(1), lambda v: torch.cat([v[0].tanh_(), v[1].mul_(3.0)], 1)),
+    "heads": (lambda h: (h.view(-1, 2, 4)[:, 0], h.view(-1, 2, 4)[:, 1]), lambda v: torch.cat([v[0].mul_(2.0), v[1].mul_(3.0)], 1)),
     "heads of one projection": (
         lambda h: h.view(-1, 2, 2, 2).permute(2, 0, 1, 3),
         lambda v: (v[0].mul_(2.0) + v[1]).flatten(1).repeat(1, 2),
@@ -855,6 +854,87 @@ def _processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_processes")
 def test_a_write_into_a_keyword_argument_reaches_later_processes_or_is_refused() -> None:
     masked_beside(3)
+
+
+class Shares(nn.Module):
+    """Takes a mask by keyword, writes into it, or hands a view on it on; the mask may come as the first argument, too."""
+
+    def __init__(self, write: Make | None = None, gives: bool = False) -> None:
+        super().__init__()
+        self.linear, self.write, self.gives = nn.Linear(6, 6), write, gives
+
+    def forward(self, x: Any, mask: Tensor) -> Any:
+        x, given = x if isinstance(x, tuple) else (x, None)
+        out: Tensor = self.linear(x) * mask.clone()
+        if self.write is not None:
+            self.write(mask if given is None else given)
+        return (out, mask.view(-1)) if self.gives else out
+
+
+class Hands(Shares):
+    """Takes no mask, and writes into the view that came."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        if self.write is not None:
+            self.write(x[1])
+        return self.linear(x[0])
+
+
+MASKED: dict[str, list[nn.Module]] = {
+    "a view": [Shares(lambda mask: mask.view(-1)[:1].zero_()), Shares(), Shares()],
+    "relu": [Shares(), Shares(lambda mask: F.relu(mask, inplace=True)), Shares()],
+    "by .T": [Shares(lambda mask: mask.T.add_(1.0)), nn.Tanh(), Shares()],
+    "a view that was handed on": [Shares(gives=True), Hands(lambda view: view.mul_(2.0)), Shares()],
+    "a view beside it": [Shares(gives=True), Shares(lambda view: view.mul_(2.0)), nn.Tanh()],
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", MASKED)
+def test_a_write_into_a_keyword_argument_that_a_later_stage_has(name: str, mode: Any, apart: bool, request: pytest.FixtureRequest) -> None:
+    if apart:
+        request.getfixturevalue("_processes")
+    x, mask = torch.randn(8, 6), torch.rand(8, 1)
+    kept = mask.clone()
+    with pipe.Engine(MASKED[name], None, nn.MSELoss(), stages=3, split=[1, 1, 1], micro_batches=4) as engine:
+        with pytest.raises(StageError, match="writes in place into its input"), mode():
+            engine.forward_backward(x, mask=mask, target=x) if mode is torch.enable_grad else engine.predict(x, mask=mask)
+        assert torch.equal(mask, kept)
+
+
+def test_a_tensor_that_is_an_argument_and_a_keyword_argument() -> None:
+    """In one process it is one tensor, so a write into the one is one into the other."""
+
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2.0)
+
+    x = torch.rand(8, 6)
+    with pipe.Engine([First(), Shares()], None, nn.MSELoss(), stages=2, micro_batches=4) as engine:
+        with pytest.raises(StageError, match="which a later stage takes, too, as it was"):
+            engine.predict(x, mask=x)
+        assert engine.predict(x, mask=x.clone()).shape == x.shape
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_last_stage_that_has_a_keyword_argument_may_write_into_it(apart: bool, request: pytest.FixtureRequest) -> None:
+    """Also where the backward of an earlier one needs it: in one process that would be an error of torch's."""
+    if apart:
+        request.getfixturevalue("_processes")
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Shares().double(), Shares(F.relu_).double()]
+    reference = copy.deepcopy(nn.ModuleList(layers))
+    x, y = torch.randn(2, 8, 6).double()
+    mask, want = torch.randn(8, 1).double(), 0.0
+    for xs, ms, ys in zip(x.chunk(4), mask.chunk(4), y.chunk(4)):
+        loss = F.mse_loss(reference[1](reference[0](xs, ms.clone()), ms.clone()), ys) * 0.25
+        loss.backward()  # type: ignore[no-untyped-call]
+        want += loss.item()
+    with pipe.Engine(layers, None, nn.MSELoss(), stages=2, micro_batches=4) as engine:
+        assert engine.forward_backward(x, mask=mask, target=y) == want
+        found = engine.gradients()
+        assert all(same_tensor(found[name], p.grad) for name, p in reference.named_parameters())
 
 
 class WritesInput(nn.Module):
@@ -1063,16 +1143,14 @@ ATTRIBUTES: dict[str, tuple[Make, Make]] = {
 
 
 def described(t: Any) -> Any:
-    """With a tensor that has attributes, itself, a class of this file, and what cannot be pickled."""
+    """With a tensor that has attributes, itself, and a class of this file."""
     t.mask, t.itself, t.pair = tagged(t.detach() > 0), t, Pair(t * 2, True)
-    t.lock = threading.Lock()
     return t
 
 
 def is_described(t: Any) -> Tensor:
     assert type(t.pair) is Pair
     assert t.mask.tag == 3.0
-    assert not hasattr(t, "lock")
     out: Tensor = torch.where(t.mask, t, t.pair.h)
     return out
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +35,9 @@ def engine_of(model: Any = None, optimizer: Any = sgd, loss_fn: Any = "mse", **o
 
 # --- in every state ---
 
+KEPT = Path(tempfile.mkdtemp(prefix="pipe-test-")) / "kept"  # a checkpoint
+atexit.register(shutil.rmtree, KEPT.parent, ignore_errors=True)
+
 USES: dict[str, Callable[[pipe.Engine], Any]] = {
     "train_step": lambda e: e.train_step(X, target=Y),
     "forward_backward": lambda e: e.forward_backward(X, target=Y),
@@ -47,6 +54,8 @@ USES: dict[str, Callable[[pipe.Engine], Any]] = {
     "load_state_dict": lambda e: e.load_state_dict(layers().state_dict()),
     "optimizer_state_dict": lambda e: e.optimizer_state_dict(),
     "load_optimizer_state_dict": lambda e: e.load_optimizer_state_dict({}),
+    "save": lambda e: e.save(KEPT),
+    "load": lambda e: (e.save(KEPT), e.load(KEPT)),
     "gradients": lambda e: e.gradients(),
     "sync_model": lambda e: e.sync_model(),
     "plan": lambda e: e.plan,
@@ -54,7 +63,7 @@ USES: dict[str, Callable[[pipe.Engine], Any]] = {
     "report": lambda e: e.report(),
     "close": lambda e: e.close(),
 }
-WORKS_CLOSED = {"zero_grad", "train", "eval", "optimizer", "state_dict", "load_state_dict", "sync_model", "plan", "close"}
+WORKS_CLOSED = {"save", "load", "zero_grad", "train", "eval", "optimizer", "state_dict", "load_state_dict", "sync_model", "plan", "close"}
 READS_LAST = {"trace", "report"}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import pipe
+from pipe import silent
 from pipe.errors import PlanError, StageError
 from tests.single.steps import batches, layers, plain, same_tensor, same_weights, sgd, train_beside
 
@@ -671,7 +672,7 @@ def test_tensors_over_one_memory_in_one_stage_stay_so_or_are_refused(kind: str, 
 
 # --- compiled and scripted layers ---
 
-# dynamo's, of any input with a graph; and Module.to's, of a weight that is no leaf
+# Module.to's, of a weight that is no leaf
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -697,7 +698,6 @@ def test_a_scripted_layer_trains_or_is_refused(stages: int) -> None:
         assert "script" in str(error)  # noqa: PT017
 
 
-@GRAD
 @pytest.mark.parametrize("split", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
 def test_c72_compiled_layers_are_compiled_at_most_twice(split: list[int]) -> None:
     """Micro-batches of 3, 3 and 2 rows, over three steps."""
@@ -712,11 +712,43 @@ def test_c72_compiled_layers_are_compiled_at_most_twice(split: list[int]) -> Non
     assert 2 <= len(graphs) <= 4  # of two layers
 
 
-@GRAD
 @pytest.mark.parametrize("split", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=str)
 def test_c72_compiled_layers_keep_their_names_and_numbers(split: list[int]) -> None:
     torch._dynamo.reset()
     trains_compiled(split, "eager")
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_compiled_layers_beside_one_that_may_draw_are_not_compiled_and_a_line_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    silent._say.cache_clear()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    in_place = nn.Linear(8, 3)
+    in_place.compile(backend=backend)
+    compiled: Any = torch.compile(nn.Linear(6, 8), backend=backend)
+    model = nn.Sequential(compiled, Custom(), Custom(), in_place).float()
+    x, y = batches(steps=1, dtype=torch.float32)[0]
+    with caplog.at_level("WARNING", "pipe"), pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, split=[2, 2]) as engine:
+        engine.train_step(x, target=y)
+    assert [record.getMessage().partition(" where")[0] for record in caplog.records] == ["compiled layers of a stage run as they are"]
+    assert "(Custom)" in caplog.text
+    assert not graphs
+
+
+def test_what_is_in_a_compiled_module_counts() -> None:
+    for made, draws in [(nn.Linear(2, 2), False), (nn.Dropout(0.0), False), (nn.Dropout(0.5), True), (Custom(), True)]:
+        assert silent.draws(torch.compile(nn.Sequential(nn.ReLU(), made))) is draws  # type: ignore[arg-type]
+        made.compile()
+        assert silent.draws(made) is draws
 
 
 def trains_compiled(split: list[int], backend: Any) -> None:

@@ -211,6 +211,40 @@ def test_subclasses_cross_as_themselves() -> None:
     assert got.tolist() == [0, 1, 2, 3]
 
 
+def test_attributes_cross_once_and_what_cannot_be_pickled_stays_behind() -> None:
+    x, y = torch.arange(4.0), torch.arange(2.0).as_subclass(Tagged)
+    x.twin, x.itself, x.lock, x.number = y, x, threading.Lock(), 3  # type: ignore[attr-defined]
+    y.back = [x]  # type: ignore[attr-defined]
+    for value in (x, [x, y]):
+        message = pack(value)
+        assert len(message.tensors) == 2
+        got = unpack(over_rpc(message), "cpu", same)
+        first = got if isinstance(got, Tensor) else got[0]
+        assert (first.itself is first, first.number, hasattr(first, "lock")) == (True, 3, False)
+        assert (type(first.twin), first.twin.tolist(), first.twin.back[0] is first) == (Tagged, [0, 1], True)
+        assert first is got or got[1] is first.twin
+    assert pack(torch.ones(3)).frame is None
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: torch.ones(2, 2).to_mkldnn(), r"a tensor of layout torch\._mkldnn"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a NestedTensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided), "a nested tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "a quantized tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # these are prototypes, or deprecated
+def test_kinds_of_tensors_that_cannot_cross_are_named(make: Any, what: str) -> None:
+    t, holder = make(), torch.ones(1)
+    holder.part = t  # type: ignore[attr-defined]
+    for value in (t, [t], {"a": (1, t)}):
+        with pytest.raises(PlanError, match=what + r" cannot cross to the next stage.*split="):
+            pack(value)
+    assert not hasattr(unpack(pack([holder]), "cpu", same)[0], "part")
+
+
 def test_sparse_tensors_cross() -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse()
     got = unpack(copy.deepcopy(pack((x, 1))), "cpu", same)
