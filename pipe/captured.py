@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import HOOKED, State, capture, has_hooks, mode
+from pipe.partition.capture import HOOKED, State, capture, has_hooks
 from pipe.partition.deferred import on_meta
 from pipe.partition.exported import Exported, export
 from pipe.partition.graph import GraphLayers
@@ -98,9 +98,9 @@ class Captured:
             for dim, size in sizes.items():
                 if given[name].shape[dim] != size:
                     raise PlanError(
-                        f"argument {name!r} of a micro-batch has the shape {tuple(given[name].shape)}, and the model was captured with {size} "
-                        f"in dimension {dim}, which its code fixes, or which was 1 at first: pass example=((x,), {{}}) with other sizes, or "
-                        "keep to it"
+                        f"argument {name!r} of a micro-batch has the shape {tuple(given[name].shape)}, and the model was captured with "
+                        f"{size} in dimension {dim}, which its code fixes, or which was 1 at first: pass example=((x,), {{}}) with other "
+                        "sizes, or keep to it"
                     )
 
     def _kind(self, values: Mapping[str, Any], name: str) -> str:
@@ -142,24 +142,46 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(model: nn.Module, found: Exported, tensors: Mapping[str, Any]) -> None:
-    """Runs the model and the graph on the example, in eval mode.
+    """Runs the model and the graph on the example, in the modes that its modules are in and in eval mode, with the same random numbers.
 
     Raises:
         PlanError: they give different values.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), dict(tensors))
-    model.eval()
+    graph = fx.GraphModule(found.root, found.graph)
+    own = {module: module.training for module in found.root.modules()}
+    for is_eval in (False, True):
+        if is_eval:
+            model.eval()
+            found.root.eval()
+        try:
+            alike = _alike(model, found, graph, given)
+        except PlanError:
+            raise
+        except Exception as error:  # of the user's model, or of a graph that holds for its example only
+            first = next(iter(str(error).splitlines()), "")
+            raise PlanError(
+                f"{type(model).__name__} and its captured graph cannot be compared ({type(error).__name__}: {first[:160]})"
+            ) from error
+        finally:
+            for module, training in own.items():
+                module.training = training
+        if not alike:
+            raise PlanError(f"the captured graph of {type(model).__name__} gives other values than the module on the example")
+
+
+def _alike(model: nn.Module, found: Exported, graph: fx.GraphModule, given: Mapping[str, Any]) -> bool:
+    state, buffers = State(model), [(buffer, buffer.clone()) for buffer in model.buffers()]
     torch.manual_seed(0)  # the caller has forked the generator
-    state = State(model)
-    want = pytree.tree_leaves(model(**copy.deepcopy(given), **found.fixed))
+    want, spec = pytree.tree_flatten(model(**copy.deepcopy(given), **found.fixed))
     if (changed := state.restore()) and found.root is not model:  # what torch.fx cannot follow it keeps whole
         raise PlanError(f"{min(changed) or type(model).__name__} assigns to attributes in its forward, which a graph does not do")
+    for buffer, value in buffers:
+        buffer.copy_(value)
     torch.manual_seed(0)
-    with mode(found.root, False):
-        got = pytree.tree_leaves(fx.GraphModule(found.root, found.graph).eval()(**given))
-    if len(want) != len(got) or not all(_equal(one, other) for one, other in zip(want, got)):
-        raise PlanError(f"the captured graph of {type(model).__name__} gives other values than the module on the example")
+    got, other = pytree.tree_flatten(graph(**copy.deepcopy(given)))
+    return spec == other and all(_equal(one, other) for one, other in zip(want, got))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import threading
 import warnings
 from collections import defaultdict
@@ -18,11 +19,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
 from pipe.follower import Follower
 
+_CHECKPOINT = "_infer_device_type"  # of torch.utils.checkpoint, which it calls itself whatever name the model has imported
+_KINDS = ("cpu", "cuda")
 _DATA = (int, float, str, bytes, set, frozenset, torch.dtype, torch.device)
 _ROUNDS = 50  # each keeps at least one more module whole
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -46,7 +51,9 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
     if has_hooks(model):
         raise PlanError(f"{type(model).__name__} {HOOKED}")
     constants = {**_defaults(model, {*given, *fixed}), **fixed}
-    whole = {name for name, module in model.named_modules() if name and any(getattr(module, hooks, None) for hooks in HOOKS)}
+    if keeps_more(model):
+        raise PlanError(f"{type(model).__name__} has a state of its own (get_extra_state), which would belong to no stage")
+    whole = {name for name, module in model.named_modules() if name and (_is_hooked(module) or keeps_more(module))}
     for _ in range(_ROUNDS):
         state = State(model)
         try:
@@ -84,6 +91,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not isinstance(hook, Follower) for hooks in HOOKS for hook in getattr(module, hooks, {}).values())
 
 
+def keeps_more(module: nn.Module) -> bool:
+    """Whether its state_dict has more than parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return any(getattr(module, hooks, None) for hooks in HOOKS)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, whole: set[str]) -> None:
         super().__init__(param_shapes_constant=True)
@@ -111,34 +127,66 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, train: bool, whole: set[str], constants: Mapping[str, Any]) -> fx.Graph:
-    with mode(model, train), warnings.catch_warnings():
+    """The graph in one mode; in eval mode under autocast, so that what switches it shows in one of the two."""
+    numbers = random.getstate()
+    with mode(model, train), _autocast(not train), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Was not able to add assertion")  # that a constant is one: we look ourselves
         tracer = _Tracer(model, whole)
-        with _made_as_nodes(tracer):
-            return tracer.trace(model, dict(constants) or None)
+        with _replaced(torch, _recorders(tracer)), _replaced(torch.utils.checkpoint, {_CHECKPOINT: _refuse_checkpoint}):
+            graph = tracer.trace(model, dict(constants) or None)
+    if random.getstate() != numbers:
+        raise PlanError("it draws numbers of Python's random module, which would be constants of the graph: draw them with torch")
+    return graph
 
 
-@contextmanager
-def _made_as_nodes(tracer: fx.Tracer) -> Iterator[None]:
-    """Meanwhile, what makes a tensor out of numbers is a node in this thread: its size may come from the batch."""
-    own, originals = threading.get_ident(), {name: getattr(torch, name) for name in _MAKERS}
+def _recorders(tracer: fx.Tracer) -> dict[str, Callable[..., Any]]:
+    """What makes a tensor out of numbers as what makes a node: its size may come from the batch."""
 
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != own:
-                return original(*args, **kwargs)
             return tracer.create_proxy("call_function", original, args, kwargs)
 
         return make
 
+    return {name: recorded(getattr(torch, name)) for name in _MAKERS}
+
+
+def _refuse_checkpoint(*_: Any, **__: Any) -> Any:
+    raise PlanError("its forward calls torch.utils.checkpoint, which a graph does not do")
+
+
+@contextmanager
+def _replaced(module: Any, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Meanwhile, in this thread, calls of functions of a module go elsewhere."""
+    own, originals = threading.get_ident(), {name: getattr(module, name) for name in replacements}
+
+    def switch(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if threading.get_ident() == own else original)(*args, **kwargs)
+
+        return call
+
     for name, original in originals.items():
-        setattr(torch, name, recorded(original))
+        setattr(module, name, switch(original, replacements[name]))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(torch, name, original)
+            setattr(module, name, original)
+
+
+@contextmanager
+def _autocast(enabled: bool) -> Iterator[None]:
+    before = {kind: torch.is_autocast_enabled(kind) for kind in _KINDS}
+    for kind in _KINDS:
+        torch.set_autocast_enabled(kind, enabled)
+    try:
+        yield
+    finally:
+        for kind, was in before.items():
+            torch.set_autocast_enabled(kind, was)
 
 
 @contextmanager
@@ -198,7 +246,8 @@ def _unchanged(now: Any, before: Any) -> bool:
 
 
 def _context() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    autocasts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocasts
 
 
 def _defaults(model: nn.Module, given: Collection[str]) -> dict[str, Any]:
@@ -208,7 +257,10 @@ def _defaults(model: nn.Module, given: Collection[str]) -> dict[str, Any]:
 
 
 def _without_constants(graph: fx.Graph, given: Collection[str]) -> fx.Graph:
-    """The graph without the placeholders of constants, and without fx's checks of them."""
+    """The graph without the placeholders of constants, and without fx's checks of them; its output as the model gives it."""
+    if (spec := getattr(getattr(graph._codegen, "pytree_info", None), "out_spec", None)) is not None:  # a constant was a container
+        output = next(node for node in graph.nodes if node.op == "output")
+        output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
     graph.set_codegen(fx.graph.CodeGen())
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.target not in given]:
         _erase(graph, node)
@@ -225,16 +277,26 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 def _by_module(graph: fx.Graph) -> _Key:
     """What the nodes of each module do, by its name; the root's is ""."""
     found: _Key = defaultdict(list)
+    homes: dict[fx.Node, tuple[str, str]] = {}  # of each node: its module, and what it is there
     for node in graph.nodes:
         path = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
         if node.op == "call_module":
             path = path[:-1]
-        found[path[-1] if path else ""].append((node.op, _named(node), _shown(node.args), _shown(node.kwargs)))
+        home = path[-1] if path else ""
+        show = functools.partial(_shown, home, homes)
+        homes[node] = home, f"node {len(found[home])}"
+        found[home].append((node.op, _named(node), show(node.args), show(node.kwargs)))
     return dict(found)
 
 
-def _shown(value: Any) -> str:
-    return repr(fx.node.map_arg(value, lambda node: "node"))
+def _shown(home: str, homes: Mapping[fx.Node, tuple[str, str]], value: Any) -> str:
+    """Arguments of a node in the module `home`: a node of the same module by its number there, any other by its module."""
+
+    def show(node: fx.Node) -> str:
+        module, number = homes[node]
+        return number if module == home else f"of {module}"
+
+    return repr(fx.node.map_arg(value, show))
 
 
 def draws(graph: fx.Graph) -> bool:

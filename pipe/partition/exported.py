@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import State, has_hooks, mode
+from pipe.partition.capture import State, has_hooks, keeps_more, mode
 
 _SAME = ("aten.contiguous.default", "aten.alias.default")  # their value is their input's
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range_for_size.default")
@@ -137,6 +137,8 @@ def _check(model: nn.Module, given: Mapping[str, Any]) -> None:
     hooked = next((name or type(model).__name__ for name, module in model.named_modules() if has_hooks(module)), None)
     if hooked is not None:
         raise PlanError(f"{hooked} has hooks, which torch.export does not keep")
+    if any(map(keeps_more, model.modules())):
+        raise PlanError("one of its modules has a state of its own (get_extra_state), which torch.export does not keep")
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise PlanError(f"argument {name!r} is a {type(value).__name__} that holds tensors; torch.export is used for plain ones only")

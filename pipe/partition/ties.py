@@ -85,15 +85,12 @@ def check(stages: Sequence[nn.Module], whole: nn.Module) -> None:
 def _check_memory(whole: nn.Module) -> None:
     """Refuses what looks into the memory of a parameter without being it: a step moves the parameter, and a stage's copy of the other
     stays. What a hook computes anew before every forward, as the old spectral_norm its weight, may be anything."""
-    weights = [*_kind(whole, False, once=True), *_kind(whole, True, once=True)]
-    others = [
-        (f"{path}.{attribute}".removeprefix("."), t)
-        for path, module in whole.named_modules()
-        for attribute, value in vars(module).items()
-        if attribute not in _REGISTERED and attribute not in {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
-        for t in _tensors(value, _DEEP)
-    ]
-    for (one, t), (other, u) in _over_one_memory([*weights, *others]):
+    named = [*_kind(whole, False, once=True), *_kind(whole, True, once=True)]
+    for path, module in whole.named_modules():
+        anew = {*_REGISTERED, *(getattr(hook, "name", None) for hook in module._forward_pre_hooks.values())}
+        own = [(name, t) for name, value in vars(module).items() if name not in anew for t in _tensors(value, _DEEP)]
+        named += [(f"{path}.{name}".removeprefix("."), t) for name, t in own]
+    for (one, t), (other, u) in _over_one_memory(named):
         if isinstance(t, nn.Parameter) or isinstance(u, nn.Parameter):
             raise PlanError(
                 f"{one} and {other} are two tensors over the same memory; a stage has a copy of each, and a step would move one of them "

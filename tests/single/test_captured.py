@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import pipe
@@ -472,3 +474,152 @@ def test_capturing_leaves_torch_as_it_was() -> None:
         with contextlib.suppress(PlanError), pipe.Engine(kind(), None, nn.MSELoss(), stages=2, example=example) as engine:
             assert engine.plan.stages == 2
     assert before == {name: getattr(torch, name) for name in before}
+
+
+# --- what a graph could lose ---
+
+
+class Inner(nn.Module):
+    """A module in the middle whose forward does something that a graph would not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.aux = how, 0.0
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, size: tuple[int, int] = (2, 4)) -> Tensor:
+        if self.how == "wiring":
+            a, b = torch.tanh(self.one(x)), torch.tanh(self.other(x))
+            return a * 2 if self.training else b * 2
+        if self.how == "autocast off":
+            with torch.autocast("cpu", enabled=False):
+                return self.one(x.float()).to(x.dtype)
+        if self.how == "autocast on":
+            with torch.autocast("cpu", torch.float16):
+                return self.one(x).to(x.dtype)
+        if self.how == "checkpoint":
+            return torch.utils.checkpoint.checkpoint(self.one, x, use_reentrant=False)  # type: ignore[no-any-return]
+        if self.how == "list":
+            self.seen.append(len(self.seen))
+            return self.one(x) * len(self.seen)  # type: ignore[no-any-return]
+        return self.one(x).view(-1, *size).flatten(1)  # type: ignore[no-any-return]
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last, self.head = nn.Linear(6, 8), Inner(how), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, shape: tuple[int, int] = (8, 1)) -> tuple[Tensor, dict[str, Tensor]]:
+        h = self.last(torch.relu(self.inner(torch.relu(self.first(x)))))
+        return self.head(h.view(-1, *shape).flatten(1)), {"h": h}
+
+
+def first_of(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output[0].to(target.dtype), target)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["wiring", "autocast off", "autocast on", "checkpoint", "size"])
+def test_what_a_graph_would_lose_is_kept_whole(how: str, precision: str) -> None:
+    found = []
+    for stages in (1, 2, 3):
+        model = Around(how)
+        options: dict[str, Any] = {"stages": stages, "micro_batches": 2, "precision": precision}
+        options |= {"split": ["last"] if stages == 2 else ["inner", "last"]} if stages > 1 else {}
+        with pipe.Engine(model, sgd(model), first_of, **options) as engine:
+            losses = [engine.train_step(x, target=y) for x, y in batches(dtype=torch.float32)]
+            (x, y), *_ = batches(dtype=torch.float32)
+            output = engine.predict(x)
+            found.append((losses, engine.eval_step(x, target=y), output, engine.state_dict()))
+            if stages > 1 and how == "checkpoint":
+                kept = [m for part in engine._model.parts(engine.plan.split) for m in part.modules() if type(m) is Inner]
+                assert len(kept) == 1
+    (losses, loss, output, state), *others = found
+    assert type(output) is tuple
+    assert list(output[1]) == ["h"]
+    for got, got_loss, got_output, got_state in others:
+        assert (got, got_loss) == (losses, loss)
+        assert torch.equal(got_output[0], output[0])
+        assert torch.equal(got_output[1]["h"], output[1]["h"])
+        assert all(torch.equal(got_state[name], value) for name, value in state.items())
+
+
+def test_a_list_that_a_forward_adds_to_is_as_it_was_after_capture() -> None:
+    model = Around("list")
+    (x, y), *_ = batches(dtype=torch.float32)
+    with pipe.Engine(model, sgd(model), first_of, stages=2, micro_batches=2, split=["last"]) as engine:
+        engine.train_step(x, target=y)
+        assert model.inner.seen == []
+
+
+class Aux(nn.Module):
+    """A loss on the side that a module leaves in an attribute, in training only, and that the whole model reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(6, 8), Leaves(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.inner(self.first(x)))
+        return out + self.inner.aux
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aux = nn.Linear(8, 8), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        if self.training:
+            self.aux = h.square().mean() * 0.1  # type: ignore[assignment]
+        return h
+
+
+def test_an_attribute_that_another_module_reads_is_no_constant() -> None:
+    model = Aux()
+    (x, y), *_ = batches(dtype=torch.float32)
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, strategy="pipeline") as engine:
+        with pytest.raises(PlanError, match="cannot be cut into 2 stages"):
+            engine.train_step(x, target=y)
+    assert model.inner.aux == 0.0
+
+
+class Chance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.first(x) * random.random())
+        return out
+
+
+def test_numbers_of_pythons_random_module_are_no_constants() -> None:
+    (x, y), *_ = batches(dtype=torch.float32)
+    with pipe.Engine(Chance(), None, nn.MSELoss(), stages=2, strategy="pipeline") as engine:
+        with pytest.raises(PlanError, match="cannot be cut into 2 stages"):
+            engine.forward_backward(x, target=y)
+
+
+class Extra(nn.Linear):
+    """Has a state beside its weights."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([7.0])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert state == 7.0
+
+
+def test_a_module_with_a_state_of_its_own_is_kept_whole() -> None:
+    model = Around("size")
+    model.last = Extra(8, 8)
+    names = list(model.state_dict())
+    (x, y), *_ = batches(dtype=torch.float32)
+    with pipe.Engine(model, sgd(model), first_of, stages=2, micro_batches=2, split=["last"]) as engine:
+        engine.train_step(x, target=y)
+        assert list(engine.state_dict()) == names
