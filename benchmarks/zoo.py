@@ -2,10 +2,10 @@
 
     python benchmarks/zoo.py [--only NAME ...] [--sample] [--markdown]
 
-Each model is cut into 2, 3 and 4 stages, threads of one process, and trained for two steps; every loss and gradient is compared with the
-engine of one stage (bit for bit; weights that several stages share, 1e-6 of their largest number), and that one with PyTorch alone where the
-model has neither dropout nor BatchNorm (1e-5). Models of timm and transformers are listed where these packages are installed. Each model has
-a process of its own, and a time limit.
+Each model is cut into 2, 3 and 4 stages, threads of one process, and trained for two steps; every loss and gradient is compared with
+the engine of one stage (bit for bit; weights that several stages share, 1e-6 of their largest number), and that one with PyTorch alone
+where the model has neither dropout nor BatchNorm (1e-5). Models of timm and transformers are listed where these packages are installed.
+Each model has a process of its own, and a time limit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ SAMPLE = (
     *("torchvision:convnext_tiny", "torchvision:efficientnet_b0", "torchvision:shufflenet_v2_x0_5", "torchvision:squeezenet1_0"),
     *("torchvision:regnet_y_400mf", "torchvision:fcn_resnet50", "torchvision:vgg11_bn"),
 )
-TEXT = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=48, max_position_embeddings=64)
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
 LLAMA = {**TEXT, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0}
-VISION = dict(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=48)
+VISION = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 48}
 
 
 @dataclass(frozen=True)
@@ -133,15 +140,38 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     masked = {"input_ids": ids, "attention_mask": torch.ones(4, 12, dtype=torch.long), "labels": ids}
     images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(2, (4,))}
     seq2seq = {"input_ids": ids, "labels": ids}
-    gpt = dict(vocab_size=96, n_positions=64, n_embd=32, n_layer=4, n_head=2)
-    t5 = dict(vocab_size=96, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=2, decoder_start_token_id=0)
+    gpt = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    t5 = {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
     bart = dict(
-        **dict(vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2),
-        **dict(encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        **{
+            "vocab_size": 96,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        },
+        **{
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         decoder_start_token_id=2,
     )
     sound = {"input_features": torch.randn(4, 16, 40), "labels": ids}
-    clip = dict(text_config={**TEXT, "eos_token_id": 95}, vision_config=VISION, projection_dim=16)
+    clip = {"text_config": {**TEXT, "eos_token_id": 95}, "vision_config": VISION, "projection_dim": 16}
     table: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
         "gpt2": ("GPT2LMHeadModel", "GPT2Config", gpt, language),
         "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA, language),
@@ -153,21 +183,21 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         "phi": ("PhiForCausalLM", "PhiConfig", {**TEXT, "pad_token_id": 0}, language),
         "phi3": ("Phi3ForCausalLM", "Phi3Config", LLAMA, language),
         "opt": ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32}, masked),
-        "bloom": ("BloomForCausalLM", "BloomConfig", dict(vocab_size=96, hidden_size=32, n_layer=4, n_head=2), masked),
+        "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 96, "hidden_size": 32, "n_layer": 4, "n_head": 2}, masked),
         "falcon": ("FalconForCausalLM", "FalconConfig", TEXT, language),
         "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, language),
         "gptj": ("GPTJForCausalLM", "GPTJConfig", {**gpt, "rotary_dim": 8}, language),
         "gpt_neo": (
             "GPTNeoForCausalLM",
             "GPTNeoConfig",
-            dict(
-                vocab_size=96,
-                hidden_size=32,
-                num_layers=4,
-                num_heads=2,
-                max_position_embeddings=64,
-                attention_types=[[["global", "local"], 2]],
-            ),
+            {
+                "vocab_size": 96,
+                "hidden_size": 32,
+                "num_layers": 4,
+                "num_heads": 2,
+                "max_position_embeddings": 64,
+                "attention_types": [[["global", "local"], 2]],
+            },
             language,
         ),
         "olmo": ("OlmoForCausalLM", "OlmoConfig", LLAMA, language),
@@ -178,7 +208,7 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         "distilbert": (
             "DistilBertForMaskedLM",
             "DistilBertConfig",
-            dict(vocab_size=96, dim=32, hidden_dim=48, n_layers=4, n_heads=2, max_position_embeddings=64),
+            {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 2, "max_position_embeddings": 64},
             masked,
         ),
         "albert": ("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}, masked),
@@ -186,7 +216,7 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         "deberta": ("DebertaForMaskedLM", "DebertaConfig", TEXT, masked),
         "deberta_v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", TEXT, masked),
         "mpnet": ("MPNetForMaskedLM", "MPNetConfig", TEXT, masked),
-        "xlnet": ("XLNetLMHeadModel", "XLNetConfig", dict(vocab_size=96, d_model=32, n_layer=4, n_head=2, d_inner=48), language),
+        "xlnet": ("XLNetLMHeadModel", "XLNetConfig", {"vocab_size": 96, "d_model": 32, "n_layer": 4, "n_head": 2, "d_inner": 48}, language),
         "camembert": ("CamembertForMaskedLM", "CamembertConfig", {**TEXT, "max_position_embeddings": 80}, masked),
         "t5": ("T5ForConditionalGeneration", "T5Config", t5, seq2seq),
         "bart": ("BartForConditionalGeneration", "BartConfig", bart, seq2seq),
@@ -205,22 +235,27 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         "swin": (
             "SwinForImageClassification",
             "SwinConfig",
-            dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4),
+            {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
             images,
         ),
         "convnext": (
             "ConvNextForImageClassification",
             "ConvNextConfig",
-            dict(hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 2, 1], image_size=32),
+            {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1], "image_size": 32},
             images,
         ),
         "segformer": (
             "SegformerForImageClassification",
             "SegformerConfig",
-            dict(hidden_sizes=[16, 32, 32, 48], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2], decoder_hidden_size=32),
+            {"hidden_sizes": [16, 32, 32, 48], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2], "decoder_hidden_size": 32},
             images,
         ),
-        "resnet": ("ResNetForImageClassification", "ResNetConfig", dict(embedding_size=16, hidden_sizes=[16, 24], depths=[2, 2]), images),
+        "resnet": (
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [2, 2]},
+            images,
+        ),
         "clip": ("CLIPModel", "CLIPConfig", clip, {"input_ids": ids, "pixel_values": images["pixel_values"], "return_loss": True}),
     }
     for name, (model, config, options, inputs) in table.items():

@@ -37,12 +37,14 @@ def copy_module(module: nn.Module) -> nn.Module:
         PlanError: a part cannot be copied, and what holds it makes it anew at every attempt.
     """
     memo: dict[int, Any] = {}
-    try:
-        copied: nn.Module = copy.deepcopy(module, memo)
-    except Exception:
-        memo = _replacements(module)
-        copied = copy.deepcopy(module, memo)
+    with torch.no_grad():  # the copy of a scripted module has weights that remember where they come from
+        try:
+            copied: nn.Module = copy.deepcopy(module, memo)
+        except Exception:
+            memo = _replacements(module)
+            copied = copy.deepcopy(module, memo)
     for old, new in zip(_tensors(module), _tensors(copied)):
+        new.requires_grad_(old.requires_grad and old.is_leaf)
         vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
         for hook in _hooks(old):
             _register(new, hook[0], _copy_hook(hook[1], memo))

@@ -178,7 +178,7 @@ class Model:
             return dict(found)
         place: dict[str, int] = {}
         for path, module in self.whole.named_modules(remove_duplicate=False):
-            for name in [*module._parameters, *module._buffers]:
+            for name in [*module._parameters, *module._buffers, "_extra_state"]:
                 place.setdefault(f"{path}.{name}" if path else name, len(place))
         return dict(sorted(found.items(), key=lambda item: place.get(item[0], len(place))))
 

@@ -147,7 +147,8 @@ def _check(model: nn.Module, given: Mapping[str, Any]) -> None:
 def _without_cache(model: nn.Module, said: set[str]) -> dict[str, Any]:
     """Transformers that write text keep a cache unless told not to; training needs none."""
     takes = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in takes and "use_cache" not in said else {}
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in takes.values()) and getattr(getattr(model, "config", None), "use_cache", False)
+    return {"use_cache": False} if ("use_cache" in takes or passes_on) and "use_cache" not in said else {}
 
 
 def _export(model: nn.Module, train: bool, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> ExportedProgram:

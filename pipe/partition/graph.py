@@ -15,6 +15,7 @@ import difflib
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from pipe.action import Route
 from pipe.errors import PlanError
 
-_CANDIDATES = 16  # places to cut, at least, beside 4 a stage, if the graph has them
+_WINDOWS = 32  # places to cut, at least, beside 8 a stage, if the graph has them
 
 
 class GraphLayers:
@@ -39,7 +40,7 @@ class GraphLayers:
         self._output = next(node for node in graph.nodes if node.op == "output")
         self._nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._at = {node: i for i, node in enumerate(self._nodes)}
-        self._tensors, written = _propagated(fx.GraphModule(model, graph), [given[str(node.target)] for node in self._inputs])
+        self._nbytes, written = _propagated(fx.GraphModule(model, graph), [given[str(node.target)] for node in self._inputs])
         self._written = {node: [self._at[writer] for writer in writers] for node, writers in written.items() if node in self._at}
         self._last = {node: max((self._end(user) for user in node.users), default=-1) for node in self._nodes}
         self.names = tuple(_path(node) for node in self._nodes)
@@ -55,11 +56,19 @@ class GraphLayers:
         return [node for node in self._nodes[:at] if self._last[node] >= at]
 
     def candidates(self, stages: int) -> list[int]:
-        """Where to cut: where the fewest tensors cross, and so many places that there is a choice."""
-        crossing = [sum(self._tensors[node] for node in self.alive(at)) for at in range(1, len(self))]
-        wanted = min(max(_CANDIDATES, 4 * stages), len(crossing))
-        most = sorted(crossing)[wanted - 1] if wanted else 0
-        return [at for at, count in enumerate(crossing, 1) if count <= most]
+        """Where to cut: all along the model, of some places beside each other the one where the fewest bytes cross."""
+        crossing, windows = self._crossing_bytes(), min(max(_WINDOWS, 8 * stages), len(self) - 1)
+        bounds = [1 + (len(self) - 1) * w // windows for w in range(windows + 1)] if windows else []
+        return [min(range(begin, end), key=lambda at: (crossing[at], -at)) for begin, end in pairwise(bounds)]
+
+    def _crossing_bytes(self) -> list[int]:
+        """What crosses a cut before each node."""
+        change = [0] * (len(self) + 2)
+        for at, node in enumerate(self._nodes):
+            if self._last[node] > at:
+                change[at + 1] += self._nbytes[node]
+                change[self._last[node] + 1] -= self._nbytes[node]
+        return list(accumulate(change))
 
     def begins(self, names: Sequence[str], stages: int) -> tuple[int, ...]:
         """Nodes of each stage, from the names of the modules that begin the second and later stages.
@@ -213,7 +222,7 @@ def _path(node: fx.Node) -> str:
 
 
 def _propagated(captured: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[fx.Node, int], Mapping[fx.Node, list[fx.Node]]]:
-    """How many tensors each node's value holds, 1 where that is not known; and which nodes write into it."""
+    """How many bytes each node's value has, 1 where that is not known; and which nodes write into it."""
     run = _Propagation(captured)
     try:
         with torch.no_grad():
@@ -221,7 +230,11 @@ def _propagated(captured: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[fx
     except Exception:  # an operator that needs values: where the fewest nodes cross is as good, and a stage that writes will be told
         return dict.fromkeys(captured.graph.nodes, 1), run.written
     held = {node: pytree.tree_leaves(node.meta.pop("val", None)) for node in captured.graph.nodes}
-    return {node: sum(isinstance(leaf, Tensor) for leaf in leaves) for node, leaves in held.items()}, run.written
+    return {node: 1 + sum(map(_bytes, leaves)) for node, leaves in held.items()}, run.written
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else 0
 
 
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[2]
 ROWS = (
     "errors action",
     "announce chart schedules trace simulator clock report placement partition partition.balance",
-    "follower partition.spec partition.sequence partition.ties partition.capture partition.exported partition.graph partition.measure partition.deferred",
-    "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer origin"
-    " pickler rng side_stream silent strides weights wire",
+    "follower partition.spec partition.sequence partition.ties partition.capture partition.exported partition.graph partition.measure"
+    " partition.deferred",
+    "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer"
+    " origin pickler rng side_stream silent strides weights wire",
     "signing members session transport links",
-    "arguments assembly blueprint checkpoint clock_cuda crew cutting desk failing front loop options passes plan replicas scaling settings stage tied"
-    " update worker",
+    "arguments assembly blueprint checkpoint clock_cuda crew cutting desk failing front loop options passes plan replicas scaling"
+    " settings stage tied update worker",
     "controller engine fit logs saving verify",
 )
 PURE = ROWS[0].split() + ROWS[1].split()
