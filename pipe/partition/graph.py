@@ -111,17 +111,33 @@ class GraphLayers:
 
         def take(node: fx.Node, user: int) -> None:
             made = max([self._at[node], *(writer for writer in self._written.get(node, ()) if writer < user)])
-            if stage[made] != stage[user] and stage[user] not in takers[made, node]:
+            if stage[made] != stage[user]:
                 takers[made, node].add(stage[user])
-                if made != self._at[node]:  # who writes into it has it
-                    take(node, made)
+            if made != self._at[node]:  # who writes into it has it
+                take(node, made)
 
         for at, user in enumerate([*self._nodes, self._output]):
             for node in user.all_input_nodes:
                 if node in self._at:
                     take(node, at)
+        self._check_writers(stage, takers)
         found = {key: (stage[key[0]], *sorted(stages)) for key, stages in takers.items() if stages}
         return {key: found[key] for key in sorted(found, key=lambda key: (key[0], self._at[key[1]]))}
+
+    def _check_writers(self, stage: Sequence[int], takers: Mapping[tuple[int, fx.Node], set[int]]) -> None:
+        """Refuses a cut after which a node would write into one of two values that shared memory before they crossed."""
+        for writer in sorted({writer for writers in self._written.values() for writer in writers}):
+            entered = {
+                node
+                for (made, node), taken in takers.items()
+                if stage[writer] in taken and made < writer and writer in self._written.get(node, ())
+            }
+            if len(entered) > 1:
+                names = " and ".join(sorted(node.name for node in entered))
+                raise PlanError(
+                    f"{self.names[writer] or type(self._root).__name__} writes in place into {names}, which share memory and are made on "
+                    "stages before; after this cut one would not see the write: .clone() one of them, or keep them in one stage with split="
+                )
 
     def part(self, begin: int, end: int) -> fx.GraphModule:
         """The module of nodes begin to end as a layer: takes and gives what crosses there as one value, a tensor alone or a tuple."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pipe
-from pipe.errors import StageError
+from pipe.errors import PlanError, StageError
 from tests.single.steps import batches, same_tensor, same_weights, sgd, train_beside
 
 SCHEDULES = ["gpipe", "1f1b"]
@@ -128,6 +128,36 @@ def test_a_write_that_did_not_show_at_capture_is_refused() -> None:
     options: dict[str, Any] = {"stages": 3, "split": ["hides", "c"], "micro_batches": 2, "example": ((x[:1],), {})}
     with pipe.Engine(model, sgd(model), nn.MSELoss(), **options) as engine:
         with pytest.raises(StageError, match=r"which a later stage takes, too, as it was: write into a \.clone\(\)"):
+            engine.train_step(x, target=y)
+
+
+class Views(nn.Module):
+    """A view, made on one stage, of what is made on another, and both are used after a write on a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        b = self.b(a + 1)
+        view = a[:, :4]
+        c = self.c(b * 2)
+        a.mul_(2)
+        out: Tensor = self.d(c + a + torch.cat([view, view], 1))
+        return out
+
+
+@pytest.mark.parametrize(("stages", "split"), [(2, ["b"]), (2, ["d"])])
+def test_views_and_their_base_that_are_written_on_the_stage_that_makes_the_view(stages: int, split: list[str]) -> None:
+    train_beside(Views().double(), batches(), stages=stages, split=split).close()
+
+
+@pytest.mark.parametrize(("stages", "split"), [(2, ["c"]), (3, ["b", "c"])])
+def test_a_cut_between_a_view_and_a_write_is_refused(stages: int, split: list[str]) -> None:
+    model, (x, y) = Views().double(), batches()[0]
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=stages, split=split, strategy="pipeline") as engine:
+        with pytest.raises(PlanError, match=r"writes in place into a and getitem, which share memory .*: \.clone\(\) one of them"):
             engine.train_step(x, target=y)
 
 
