@@ -13,7 +13,7 @@ import inspect
 import random
 import threading
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -112,6 +112,13 @@ class _Tracer(fx.Tracer):
         if _context() != self._began:
             raise PlanError("its forward switches autocast or gradients on or off")
         return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        """An argument; torch.fx would make a plain dict out of an OrderedDict."""
+        if type(a) is OrderedDict:
+            pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", OrderedDict, (pairs,), {})
+        return super().create_arg(a)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """An attribute of a module; a buffer is a node as parameters are, so that a write to it is one, too."""
