@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -228,6 +227,8 @@ def _writes_state(node: fx.Node) -> bool:
 
 def _sizes(module: fx.GraphModule, names: Sequence[str]) -> dict[str, dict[int, int]]:
     """The dimensions of the arguments that the graph holds as numbers."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # takes seconds to import, as it imports sympy
+
     found = {}
     for name, node in zip(names, (node for node in module.graph.nodes if node.op == "placeholder")):
         value = node.meta.get("val")
