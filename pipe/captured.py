@@ -65,7 +65,7 @@ class Captured:
         self._given = {name: value for name, value in given.items() if name not in self._fixed}.keys()
         tensors = {name: given[name] for name in self._given}
         found = _graph(model, tensors, self._fixed)
-        self._sizes = found.sizes
+        self._sizes, self._guards, self._constants = found.sizes, found.guards, found.fixed
         if on_meta(model):  # nothing to compare, and shapes are those of inputs on the meta device
             tensors = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), tensors)
         else:
@@ -102,6 +102,14 @@ class Captured:
                         f"{size} in dimension {dim}, which its code fixes, or which was 1 at first: pass example=((x,), {{}}) with other "
                         "sizes, or keep to it"
                     )
+        for guard in self._guards:
+            try:
+                guard(*(given[name] for name in self._given), *self._constants.values())
+            except AssertionError as error:
+                raise PlanError(
+                    f"a micro-batch has sizes for which the model's code goes another way than at capture ({error}); a captured graph is "
+                    "for one way: keep to sizes like the first, or pass example=((x,), {}) with those that come"
+                ) from None
 
     def _kind(self, values: Mapping[str, Any], name: str) -> str:
         if name not in values:

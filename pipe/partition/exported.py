@@ -32,13 +32,17 @@ _DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "p
 
 @dataclass(frozen=True)
 class Exported:
-    """The graph, the module that holds what it names, the arguments that are constants of it, and the sizes that it holds for: by
-    argument, of dimensions that are not free."""
+    """The graph, the module that holds what it names, the arguments that are constants of it, and what it holds for.
+
+    `sizes`: of dimensions that are not free, by argument. `guards`: take all arguments, in order; raise AssertionError where the model's
+    code would have gone another way.
+    """
 
     root: nn.Module
     graph: fx.Graph
     fixed: Mapping[str, Any]
     sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    guards: tuple[Callable[..., Any], ...] = ()
 
 
 def export(model: nn.Module, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Exported:
@@ -55,9 +59,11 @@ def export(model: nn.Module, given: Mapping[str, Any], fixed: Mapping[str, Any])
     fixed = {**fixed, **_without_cache(model, {*given, *fixed})}
     programs = [_export(model, train, given, fixed) for train in (True, False)]
     names = [*given, *fixed]
-    graphs = [_plain(program, model) for program in programs]
+    modules = [program.module() for program in programs]
+    guards = tuple(guard for module in modules if isinstance(guard := getattr(module, "_guards_fn", None), nn.Module))
+    graphs = [_plain(module, model) for module in modules]
     joined = _Joined(model, names, *graphs)
-    return Exported(joined.root, joined.graph(len(given), programs[0]), fixed, _sizes(graphs[0], list(given)))
+    return Exported(joined.root, joined.graph(len(given), programs[0]), fixed, _sizes(graphs[0], list(given)), guards)
 
 
 class ByMode(nn.Module):
@@ -167,9 +173,8 @@ def _export(model: nn.Module, train: bool, given: Mapping[str, Any], fixed: Mapp
             raise PlanError(f"{min(changed) or type(model).__name__} assigns to attributes in its forward, which a graph does not do")
 
 
-def _plain(program: ExportedProgram, model: nn.Module) -> fx.GraphModule:
+def _plain(module: nn.Module, model: nn.Module) -> fx.GraphModule:
     """The module of an exported program, without its checks, and with BatchNorms as modules."""
-    module = program.module()
     assert isinstance(module, fx.GraphModule)
     graph = module.graph
     for node in list(graph.nodes):

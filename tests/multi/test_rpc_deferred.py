@@ -91,8 +91,7 @@ assert all(p.is_meta for p in model.parameters())
 """
 
 
-@pytest.mark.parametrize("kind", ["captured", "tied"])
-@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(("kind", "weights"), [("captured", True), ("tied", False)])
 def test_trains_as_the_same_model_with_real_weights(launch: Launch, tmp_path: Path, kind: str, weights: bool) -> None:
     options = ("--stages", "3", "--strategy", "pipeline", "--verify", "2")
     ended = launch(*options, script=TRAINED, arguments=(kind, str(tmp_path) if weights else "none"), env=ENV)

@@ -263,6 +263,33 @@ def test_what_cannot_be_exported_says_both_reasons(make: Any, says: str) -> None
     assert model.training
 
 
+def test_a_branch_on_a_size_is_no_constant() -> None:
+    """Captured with micro-batches of 4 rows; one row is like four, three are not even."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            untraceable(x)
+            h = self.first(x)
+            out: Tensor = self.head(h * 2 if x.shape[0] % 2 == 0 else h)
+            return out
+
+    (x, y), *_ = batches()
+    model = Branch().double()
+    reference = copy.deepcopy(model)
+    with pipe.Engine(model, sgd(model), nn.MSELoss(), stages=2, micro_batches=2, strategy="pipeline") as engine:
+        for rows in (8, 4):
+            want = sum(
+                nn.functional.mse_loss(reference(part), wanted).item() / 2 for part, wanted in zip(x[:rows].chunk(2), y[:rows].chunk(2))
+            )
+            assert engine.eval_step(x[:rows], target=y[:rows]) == pytest.approx(want, rel=1e-12)
+        with pytest.raises(PlanError, match=r"goes another way than at capture \(Guard failed: .*keep to sizes like the first"):
+            engine.eval_step(x[:6], target=y[:6])
+
+
 def test_a_size_that_is_fixed_is_said() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
