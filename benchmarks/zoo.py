@@ -31,8 +31,14 @@ STAGES = (2, 3, 4)
 TIED = 1e-6  # of the largest number of a gradient that is summed in another order; of a loss after it
 PLAIN = 1e-5  # of the same, beside PyTorch alone
 SAMPLE = (
-    *("torchvision:resnet18", "torchvision:mobilenet_v3_small", "torchvision:densenet121", "torchvision:swin_t", "torchvision:mnasnet0_5"),
-    *("torchvision:convnext_tiny", "torchvision:efficientnet_b0", "torchvision:shufflenet_v2_x0_5", "torchvision:squeezenet1_0"),
+    *(
+        "torchvision:resnet18",
+        "torchvision:mobilenet_v3_small",
+        "torchvision:densenet121",
+        "torchvision:mobilenet_v2",
+        "torchvision:mnasnet0_5",
+    ),
+    *("torchvision:mnasnet1_0", "torchvision:efficientnet_b0", "torchvision:shufflenet_v2_x0_5", "torchvision:squeezenet1_0"),
     *("torchvision:regnet_y_400mf", "torchvision:fcn_resnet50", "torchvision:squeezenet1_1"),
 )
 TEXT = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from pipe.checkpoint import Loading, Saved, Writer, find, opened, part_of, save_part
 from pipe.controller import Controller
-from pipe.errors import PlanError
+from pipe.errors import PipeError, PlanError
 from pipe.front import Front
 from pipe.model import Model
 from pipe.optimizer import Groups
@@ -35,6 +36,9 @@ def save(controller: Controller, model: Model, front: Front | None, directory: P
         groups = [] if front is None else _plain(front.groups())
         writer.finish(saved, {**controller.position(), "optimizer": _kind(front), "groups": groups})
     except BaseException:
+        with suppress(PipeError):  # other workers may be writing still
+            if built:
+                controller.ask("idle", None)
         writer.drop()
         raise
 

@@ -220,6 +220,9 @@ class Worker:
             stage.module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
         self._buffers.settled()
 
+    def idle(self, nothing: None, early: Early) -> None:
+        """Does nothing: its answer tells that what was told before is done."""
+
     def save(self, order: Saving, early: Early) -> Saved:
         """Writes its part of a checkpoint, or gives it; the first replica's does for all."""
         if self.index >= self.plan.stages:
