@@ -9,30 +9,43 @@ the engine's own choice, which looks at places where little crosses only, is add
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from pipe.captured import Captured
 from pipe.partition.balance import balance, stage_costs
 from pipe.partition.measure import measure
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet50": (lambda: torchvision.models.resnet50(weights=None), (2, 3, 96, 96)),
-    "vit_b_16": (lambda: torchvision.models.vit_b_16(weights=None), (2, 3, 224, 224)),
+
+def gpt2() -> nn.Module:
+    """Twelve layers of transformers' GPT-2, narrow."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=2048, n_embd=256, n_layer=12, n_head=4, n_positions=128)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "resnet50": (lambda: torchvision.models.resnet50(weights=None), {"x": torch.randn(2, 3, 96, 96)}),
+    "vit_b_16": (lambda: torchvision.models.vit_b_16(weights=None), {"x": torch.randn(2, 3, 224, 224)}),
 }
+if importlib.util.find_spec("transformers") is not None:
+    MODELS["gpt2, 12 layers"] = (gpt2, {name: torch.randint(2048, (2, 128)) for name in ("input_ids", "labels")})
 
 
 def ratio(name: str, stages: int) -> tuple[int, float]:
     """The number of nodes, and the dearest stage of the cut at candidates by that of the best cut."""
-    make, shape = MODELS[name]
+    make, inputs = MODELS[name]
     torch.manual_seed(0)
-    graph = Captured(make(), {"x": torch.randn(shape)}).layers
+    graph = Captured(make(), inputs).layers
     parts = [graph.part(at, at + 1) for at in range(len(graph))]
-    costs = [cost.total for cost in measure(parts, (), {"x": torch.randn(shape)}, names=list(map(str, range(len(graph)))))]
+    costs = [cost.total for cost in measure(parts, (), inputs, names=list(map(str, range(len(graph)))))]
     best = max(stage_costs(costs, balance(costs, stages)))
     ends = [*graph.candidates(stages), len(graph)]
     units = [sum(costs[begin:end]) for begin, end in pairwise([0, *ends])]
