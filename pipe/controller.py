@@ -160,7 +160,7 @@ class Controller:
 
     def position(self) -> dict[str, Any]:
         """Where training is, as a checkpoint keeps it: what keys the random streams, and the scale of the loss."""
-        scale = None if self._scale is None else self._scale.value
+        scale = None if self._scale is None else self._scale.state
         return {"step": self._step, "seed": self._settings.seed, "scale": scale}
 
     def resume(self, position: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Controller:
         self._step = position["step"]
         self._settings = replace(self._settings, seed=position["seed"])
         if self._scale is not None and position["scale"] is not None:
-            self._scale.value = position["scale"]
+            self._scale.state = tuple(position["scale"])
 
     def gather(self, what: str) -> dict[str, Any]:
         """What the workers of the first replica hold, by full name, in the model's order."""

@@ -23,8 +23,7 @@ def save(controller: Controller, model: Model, front: Front | None, directory: P
         PlanError: it cannot be written there.
         StageError: a worker failed.
     """
-    controller.settle()
-    built = controller.assembly.built
+    built = _settled(controller, model)
     writer = Writer(directory, controller.assembly.plan.stages if built else 1)
     try:
         saved: Mapping[int, Saved]
@@ -50,7 +49,6 @@ def load(controller: Controller, model: Model, front: Front | None, directory: P
         PlanError: there is none, or it is another model's or another optimizer's.
         StageError: a worker failed.
     """
-    controller.settle()
     folder = find(directory)
     engine, identity = opened(folder)
     if front is not None and engine["optimizer"] not in (None, _kind(front)):
@@ -58,7 +56,7 @@ def load(controller: Controller, model: Model, front: Front | None, directory: P
             f"the checkpoint {str(folder)!r} has the state of {engine['optimizer']} and the optimizer is {_kind(front)}: use the same one"
         )
     loading = Loading(str(folder), identity, model.sources(folder), engine["numbers"])
-    built = controller.assembly.built
+    built = _settled(controller, model)
     if front is not None and engine["optimizer"] is not None:
         front.restore(engine["groups"], {} if built else loading.state(model.names))
     if built:
@@ -70,6 +68,14 @@ def load(controller: Controller, model: Model, front: Front | None, directory: P
     else:
         model.whole.load_state_dict(loading.weights(model.whole.state_dict()))
     controller.resume(engine)
+
+
+def _settled(controller: Controller, model: Model) -> bool:
+    """Whether the stages hold the weights; they are made where the user's model has none."""
+    controller.settle()
+    if not model.origin.is_own:
+        controller.ready()
+    return controller.assembly.built
 
 
 def _kind(front: Front | None) -> str | None:

@@ -26,6 +26,15 @@ class LossScale:
         self._overflowed = False  # gradients that are there still
         self._counted = False  # they have met an optimizer's step
 
+    @property
+    def state(self) -> tuple[float, int]:
+        """What a checkpoint keeps."""
+        return self.value, self._steps
+
+    @state.setter
+    def state(self, kept: tuple[float, int]) -> None:
+        self.value, self._steps = kept
+
     def passed(self, finite: bool) -> None:
         """After each pass: whether all gradients are finite."""
         self._overflowed = self._overflowed or not finite

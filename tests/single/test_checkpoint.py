@@ -163,6 +163,44 @@ def test_an_engine_without_workers_saves_the_users_model(tmp_path: Path) -> None
         assert same([other.state_dict()], [model().state_dict()])
 
 
+@pytest.mark.parametrize("kind", ["specs", "meta"])
+def test_weights_that_only_the_stages_have_are_saved_and_loaded_before_the_first_batch(tmp_path: Path, kind: str) -> None:
+    def made() -> pipe.Engine:
+        layers: Any = [pipe.LayerSpec(nn.Linear, 6, 8), pipe.LayerSpec(nn.Tanh), pipe.LayerSpec(nn.Linear, 8, 3)]
+        if kind == "meta":
+            with torch.device("meta"):
+                layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        return pipe.Engine(
+            layers, lambda named: torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9), nn.MSELoss(), stages=2, micro_batches=2
+        )
+
+    (x, y), *_ = batches(dtype=torch.float32)
+    with made() as engine:
+        engine.save(tmp_path / "fresh")
+        engine.train_step(x, target=y)
+        engine.save(tmp_path / "kept")
+        wanted, loss = state_of(engine), engine.train_step(x, target=y)
+    torch.manual_seed(99)
+    with made() as other:
+        other.load(tmp_path / "kept")
+        assert same(state_of(other), wanted)
+        assert other.train_step(x, target=y) == loss
+
+
+def test_the_scale_of_float16_goes_on(tmp_path: Path) -> None:
+    (x, y), *_ = batches(rows=9, dtype=torch.float32)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    for _ in range(2):
+        with pipe.Engine(net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), precision="fp16", stages=2) as engine:
+            if (tmp_path / "kept").exists():
+                engine.load(tmp_path / "kept")
+                assert engine._controller._scale is not None
+                assert engine._controller._scale.state == (65536.0, 3)
+            for _ in range(3):
+                engine.train_step(x, target=y)
+            engine.save(tmp_path / "kept")
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with engine_of(2) as engine:
         with pytest.raises(PlanError, match=r"holds no checkpoint .it has no engine.json.; give the folder that engine.save wrote"):
