@@ -158,6 +158,13 @@ class Controller:
             self._fail(error)
             raise
 
+    def has_weights(self) -> bool:
+        """Whether the stages hold the weights; they are made where the user's model has none. The step before is settled."""
+        self.settle()
+        if not self._model.origin.is_own:
+            self.ready()
+        return self.assembly.built
+
     def position(self) -> dict[str, Any]:
         """Where training is, as a checkpoint keeps it: what keys the random streams, and the scale of the loss."""
         scale = None if self._scale is None else self._scale.state

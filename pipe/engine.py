@@ -396,11 +396,8 @@ class Engine:
 
     @property
     def _unbuilt_module(self) -> bool:
-        """Whether the user's model itself still holds the truth; what comes from elsewhere is built to have one."""
-        self._controller.settle()
-        if not self._model.origin.is_own:
-            self._controller.ready()
-        return not self._controller.assembly.built
+        """Whether the user's model itself still holds the truth."""
+        return not self._controller.has_weights()
 
     def _make_front(self, optimizer: OptimizerLike) -> Front | None:
         if optimizer is None:

@@ -23,7 +23,7 @@ def save(controller: Controller, model: Model, front: Front | None, directory: P
         PlanError: it cannot be written there.
         StageError: a worker failed.
     """
-    built = _settled(controller, model)
+    built = controller.has_weights()
     writer = Writer(directory, controller.assembly.plan.stages if built else 1)
     try:
         saved: Mapping[int, Saved]
@@ -56,7 +56,7 @@ def load(controller: Controller, model: Model, front: Front | None, directory: P
             f"the checkpoint {str(folder)!r} has the state of {engine['optimizer']} and the optimizer is {_kind(front)}: use the same one"
         )
     loading = Loading(str(folder), identity, model.sources(folder), engine["numbers"])
-    built = _settled(controller, model)
+    built = controller.has_weights()
     if front is not None and engine["optimizer"] is not None:
         front.restore(engine["groups"], {} if built else loading.state(model.names))
     if built:
@@ -68,14 +68,6 @@ def load(controller: Controller, model: Model, front: Front | None, directory: P
     else:
         model.whole.load_state_dict(loading.weights(model.whole.state_dict()))
     controller.resume(engine)
-
-
-def _settled(controller: Controller, model: Model) -> bool:
-    """Whether the stages hold the weights; they are made where the user's model has none."""
-    controller.settle()
-    if not model.origin.is_own:
-        controller.ready()
-    return controller.assembly.built
 
 
 def _kind(front: Front | None) -> str | None:
