@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import HOOKED, State, capture, has_hooks
+from pipe.partition.attributes import State
+from pipe.partition.capture import HOOKED, capture, has_hooks
 from pipe.partition.deferred import on_meta
 from pipe.partition.exported import Exported, export
 from pipe.partition.graph import GraphLayers

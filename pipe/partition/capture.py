@@ -25,16 +25,15 @@ from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
 from pipe.follower import Follower
+from pipe.partition.attributes import CONSTANT, State
 
 _CHECKPOINT = "_infer_device_type"  # of torch.utils.checkpoint, which it calls itself whatever name the model has imported
 _KINDS = ("cpu", "cuda")
-_DATA = (int, float, str, bytes, set, frozenset, torch.dtype, torch.device)
 _ROUNDS = 50  # each keeps at least one more module whole
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKED = "has hooks on the whole model, which would belong to no stage (hooks on its modules are kept)"
 _DRAWS = ("dropout", "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rrelu", "poisson", "gumbel_softmax")
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor", "as_tensor", "rand", "randn", "randint", "randperm")
-_CONSTANT = "_tensor_constant"  # what fx calls a tensor that is neither a parameter nor a buffer
 _Key = dict[str, list[tuple[Any, ...]]]
 
 
@@ -73,7 +72,7 @@ def capture(model: nn.Module, given: Collection[str], fixed: Mapping[str, Any]) 
             continue
         ways = [_by_module(graph) for graph in graphs]
         differ = {name for name in ways[0].keys() | ways[1].keys() if ways[0].get(name) != ways[1].get(name)}
-        differ |= {name for name, nodes in ways[0].items() if any(op == "get_attr" and of.startswith(_CONSTANT) for op, of, *_ in nodes)}
+        differ |= {name for name, nodes in ways[0].items() if any(op == "get_attr" and of.startswith(CONSTANT) for op, of, *_ in nodes)}
         differ |= {name for name, nodes in ways[0].items() if any(_draws(*node[:2]) for node in nodes)}
         if not differ:
             return _without_constants(graphs[0], given)
@@ -205,51 +204,6 @@ def mode(model: nn.Module, train: bool) -> Iterator[None]:
     finally:
         for module, mode in before.items():
             module.training = mode
-
-
-class State:
-    """The attributes of all modules, and what lists, dicts and sets among them hold: a forward may assign or add to them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [(name, module, self._look(module)) for name, module in model.named_modules()]
-        held = [(name, value) for name, module in model.named_modules() for key, value in vars(module).items() if not key.startswith("_")]
-        self._held = [(name, value, type(value)(value)) for name, value in held if type(value) in (list, dict, set)]
-
-    def restore(self) -> set[str]:
-        """Puts back what was assigned since; gives the names of the modules where that was."""
-        changed = set()
-        for name, module, kept in self._kept:
-            for key in [key for key in vars(module) if key.startswith(_CONSTANT) and key not in kept[0]]:
-                del vars(module)[key]  # fx puts it there
-            now = self._look(module)
-            if any(set(own) != set(was) or any(not _unchanged(own[key], was[key]) for key in was) for own, was in zip(now, kept)):
-                changed.add(name)
-                for own, was in zip((vars(module), module._parameters, module._buffers, module._modules), kept):
-                    own.clear()
-                    own.update(was)
-        for name, value, held in self._held:
-            if not _unchanged(value, held):
-                changed.add(name)
-                value.clear()
-                value.extend(held) if isinstance(value, list) else value.update(held)
-        return changed
-
-    @staticmethod
-    def _look(module: nn.Module) -> tuple[dict[str, Any], ...]:
-        return dict(vars(module)), dict(module._parameters), dict(module._buffers), dict(module._modules)
-
-
-def _unchanged(now: Any, before: Any) -> bool:
-    """The same object, or equal data of the same objects."""
-    if now is before:
-        return True
-    if type(now) is not type(before):
-        return False
-    if type(now) in (list, tuple):
-        return len(now) == len(before) and all(map(_unchanged, now, before))
-    if type(now) is dict:
-        return list(now) == list(before) and all(map(_unchanged, now.values(), before.values()))
-    return type(now) in _DATA and bool(now == before)
 
 
 def _context() -> tuple[Any, ...]:

@@ -23,7 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipe.errors import PlanError
-from pipe.partition.capture import State, has_hooks, keeps_more, mode
+from pipe.partition.attributes import State
+from pipe.partition.capture import has_hooks, keeps_more, mode
 
 _SAME = ("aten.contiguous.default", "aten.alias.default")  # their value is their input's
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range_for_size.default")

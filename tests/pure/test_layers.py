@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 ROWS = (
     "errors action",
     "announce chart schedules trace simulator clock report placement partition partition.balance",
-    "follower partition.spec partition.sequence partition.ties partition.capture partition.exported partition.graph partition.measure"
-    " partition.deferred",
+    "follower partition.spec partition.sequence partition.ties partition.attributes partition.capture partition.exported"
+    " partition.graph partition.measure partition.deferred",
     "aliases ambient batch_norm boundary bundle captured copying culprit loss memory merging micro_batch model opaque optimizer"
     " origin pickler rng side_stream silent strides weights wire",
     "signing members session transport links",
