@@ -57,9 +57,19 @@ class GraphLayers:
 
     def candidates(self, stages: int) -> list[int]:
         """Where to cut: all along the model, of some places beside each other the one where the fewest bytes cross."""
-        crossing, windows = self._crossing_bytes(), min(max(_WINDOWS, 8 * stages), len(self) - 1)
-        bounds = [1 + (len(self) - 1) * w // windows for w in range(windows + 1)] if windows else []
-        return [min(range(begin, end), key=lambda at: (crossing[at], -at)) for begin, end in pairwise(bounds)]
+        crossing, closed = self._crossing_bytes(), self._closed()
+        places = [at for at in range(1, len(self)) if at not in closed]
+        windows = min(max(_WINDOWS, 8 * stages), len(places))
+        bounds = [len(places) * w // windows for w in range(windows + 1)] if windows else []
+        return [min(places[begin:end], key=lambda at: (crossing[at], -at)) for begin, end in pairwise(bounds)]
+
+    def _closed(self) -> set[int]:
+        """The places between values that share memory and a write into them, see `_check_writers`."""
+        written: dict[int, list[int]] = defaultdict(list)
+        for node, writers in self._written.items():
+            for writer in writers:
+                written[writer].append(self._at[node])
+        return {at for writer, made in written.items() if len(made) > 1 for at in range(sorted(made)[1] + 1, writer + 1)}
 
     def _crossing_bytes(self) -> list[int]:
         """What crosses a cut before each node."""

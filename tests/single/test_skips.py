@@ -161,6 +161,28 @@ def test_a_cut_between_a_view_and_a_write_is_refused(stages: int, split: list[st
             engine.train_step(x, target=y)
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_an_automatic_cut_does_not_go_there(stages: int) -> None:
+    class Writes(nn.Module):
+        """Nothing but views and writes into them, so that a cut by size alone would fall between."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            for i in range(6):
+                h = h * 1.5
+                view = h[:, i : i + 3]
+                view.mul_(0.5)
+                h = h + view.sum()
+            out: Tensor = self.head(h)
+            return out
+
+    train_beside(Writes().double(), batches(), stages=stages).close()
+
+
 class Dropping(nn.Module):
     """One dropout for all layers, as many models have."""
 
